@@ -1,0 +1,218 @@
+"""Every error that ray_dcp raises, one tree.
+
+::
+
+    RayDcpError (Exception)
+    |-- ConfigError (ValueError)                 a setting or argument is refused
+    |-- StoreError (OSError)                     a store could not do what was asked
+    |   |-- ObjectNotFoundError (FileNotFoundError)
+    |   |-- StorePermissionError (PermissionError)
+    |   `-- UnknownSchemeError (ValueError)
+    |-- CheckpointNotFoundError (FileNotFoundError)   nothing committed is there, and why
+    |-- CorruptCheckpointError                   stored bytes are not what was written
+    |-- UnsafeDataError                          a file asks for code to be run
+    |-- FormatVersionError                       written by a newer ray_dcp
+    |-- StateDictError (ValueError)              the state dict and the checkpoint do not fit
+    |-- GroupError
+    |   |-- JoinTimeoutError (TimeoutError)      ranks that never joined
+    |   |-- RankConflictError                    two ranks joined with one number
+    |   |-- StaleGenerationError                 a call from an older forming of the group
+    |   |-- RankLostError                        a rank died
+    |   |-- CoordinatorLostError                 the coordinator died
+    |   `-- NotEnoughResourcesError              the cluster has no room for min_ranks
+    `-- CheckpointException                      what every rank of a failed save or load sees
+
+``CheckpointException`` is defined in ``ray_dcp.protocol.failures``: it is also torch's
+``CheckpointException``, and this module must not import torch. Facts are attributes; each error
+survives pickling, so it crosses Ray unchanged. ``exit_code`` is what the command line exits with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+
+def _rebuild_error(cls: type[RayDcpError], args: tuple[Any, ...], facts: dict[str, Any]) -> RayDcpError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
+
+
+class RayDcpError(Exception):
+    """Base of all errors of this package."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_error, (type(self), self.args, dict(self.__dict__))
+
+
+class ConfigError(RayDcpError, ValueError):
+    """A setting or an argument is refused; ``setting`` is its name."""
+
+    exit_code = 2
+
+    def __init__(self, setting: str, message: str) -> None:
+        super().__init__(f"{setting}: {message}")
+        self.setting = setting
+
+
+class StoreError(RayDcpError, OSError):
+    """A store could not do what was asked; ``url`` says where, ``key`` which object ("" = the store itself)."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, *, url: str, key: str = "") -> None:
+        super().__init__(f"{message} ({url}{'/' + key if key else ''})")
+        self.url = url
+        self.key = key
+
+
+class ObjectNotFoundError(StoreError, FileNotFoundError):
+    """No object with this key."""
+
+    exit_code = 3
+
+
+class StorePermissionError(StoreError, PermissionError):
+    """The store refuses this user."""
+
+
+class UnknownSchemeError(StoreError, ValueError):
+    """The URL's scheme belongs to no store."""
+
+    exit_code = 2
+
+
+class CheckpointNotFoundError(RayDcpError, FileNotFoundError):
+    """Nothing committed lies at ``checkpoint_id``; ``reason`` says what was found instead."""
+
+    exit_code = 3
+
+    def __init__(self, checkpoint_id: str, reason: str) -> None:
+        super().__init__(f"no checkpoint at {checkpoint_id}: {reason}")
+        self.checkpoint_id = checkpoint_id
+        self.reason = reason
+
+
+class CorruptCheckpointError(RayDcpError):
+    """Stored bytes differ from what was written: which file, which value, which byte range of the file."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, file: str, fqn: str = "", offset: int = 0, nbytes: int = 0) -> None:
+        where = f"{file}{f', bytes {offset} to {offset + nbytes}' if nbytes else ''}"
+        super().__init__(f"{f'{fqn}: ' if fqn else ''}{message} ({where})")
+        self.file = file
+        self.fqn = fqn
+        self.offset = offset
+        self.nbytes = nbytes
+
+
+class UnsafeDataError(RayDcpError):
+    """A file names something outside the allow-list; nothing of it was run."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, file: str, fqn: str = "") -> None:
+        super().__init__(f"{f'{fqn}: ' if fqn else ''}{message} ({file})")
+        self.file = file
+        self.fqn = fqn
+
+
+class FormatVersionError(RayDcpError):
+    """The checkpoint was written in a newer format than this version reads."""
+
+    exit_code = 5
+
+    def __init__(self, *, found: int, supported: int, file: str) -> None:
+        super().__init__(
+            f"{file} has format version {found}, this ray_dcp reads up to {supported}: upgrade ray_dcp to read it"
+        )
+        self.found = found
+        self.supported = supported
+        self.file = file
+
+
+class StateDictError(RayDcpError, ValueError):
+    """State dict and checkpoint do not fit; ``problems`` has one line for each thing that is wrong."""
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(f"{message}{listed}")
+        self.problems = tuple(problems)
+
+
+class GroupError(RayDcpError):
+    """Base of what goes wrong between the ranks of a group; ``group`` is its name."""
+
+    def __init__(self, message: str, *, group: str) -> None:
+        super().__init__(f"group {group!r}: {message}")
+        self.group = group
+
+
+class JoinTimeoutError(GroupError, TimeoutError):
+    """Not all ranks joined in time; ``missing_ranks`` never did."""
+
+    def __init__(self, *, group: str, world_size: int, missing_ranks: Sequence[int], timeout_s: float) -> None:
+        super().__init__(
+            f"ranks {list(missing_ranks)} of {world_size} did not join within {timeout_s:g} s. "
+            "Are their processes running, and do they pass the same group name and world_size?",
+            group=group,
+        )
+        self.world_size = world_size
+        self.missing_ranks = tuple(missing_ranks)
+        self.timeout_s = timeout_s
+
+
+class RankConflictError(GroupError):
+    """Two processes joined as the same rank, or with different world sizes."""
+
+    def __init__(self, message: str, *, group: str, rank: int) -> None:
+        super().__init__(message, group=group)
+        self.rank = rank
+
+
+class StaleGenerationError(GroupError):
+    """The group has re-formed since this rank joined; ``generation`` is the caller's, ``current`` the group's."""
+
+    def __init__(self, *, group: str, generation: int, current: int) -> None:
+        super().__init__(
+            f"this call comes from generation {generation}, the group is at {current}: "
+            "other ranks have taken its place, so it may no longer save or load. Join again.",
+            group=group,
+        )
+        self.generation = generation
+        self.current = current
+
+
+class RankLostError(GroupError):
+    """Ranks died; ``lost`` maps each lost rank to what was seen of it."""
+
+    def __init__(self, *, group: str, lost: Mapping[int, str]) -> None:
+        listed = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(lost.items()))
+        super().__init__(f"lost {listed}", group=group)
+        self.lost = dict(lost)
+
+
+class CoordinatorLostError(GroupError):
+    """The coordinator died; join again for a new one."""
+
+    def __init__(self, why: str, *, group: str) -> None:
+        super().__init__(f"its coordinator is gone ({why}). Join again to start a new one.", group=group)
+
+
+class NotEnoughResourcesError(GroupError):
+    """Fewer ranks fit on the cluster than ``min_ranks``."""
+
+    def __init__(self, *, group: str, min_ranks: int, fit: int, resources_per_rank: Mapping[str, float]) -> None:
+        super().__init__(
+            f"{fit} ranks fit on the cluster now, min_ranks is {min_ranks} "
+            f"(each needs {dict(resources_per_rank)}). Add nodes, or lower min_ranks or resources_per_rank.",
+            group=group,
+        )
+        self.min_ranks = min_ranks
+        self.fit = fit
+        self.resources_per_rank = dict(resources_per_rank)

@@ -1,0 +1,50 @@
+"""Names of the files of a checkpoint. FORMAT.md is the text; nothing else spells these."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+METADATA = ".metadata"
+"""DCP's pickled ``Metadata``. Its presence is the commit."""
+MANIFEST = "manifest.parquet"
+POINTER = "ray_dcp_pointer.json"
+"""In a folder handed to Ray Train: where the checkpoint really lies, ``{"checkpoint_id": URL}``."""
+SHARD_SUFFIX = ".distcp"
+PAYLOAD_ALIGNMENT = 64
+"""Bytes; torch's zip writer aligns payloads to this relative to the record, records are aligned to it in the file."""
+BLOCK_NBYTES = 1 << 20
+"""Payload bytes under one checksum."""
+
+_SHARD = re.compile(r"__(?P<rank>\d+)_(?P<number>\d+)_(?P<attempt>[0-9a-f]+)\.distcp")
+_STEP = re.compile(r"step-(?P<step>\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """The parts of a shard file's name."""
+
+    rank: int
+    number: int
+    attempt: str
+
+    @property
+    def key(self) -> str:
+        return f"__{self.rank}_{self.number}_{self.attempt}{SHARD_SUFFIX}"
+
+
+def parse_shard_file(key: str) -> ShardFile | None:
+    """The parts of ``key``, or None when it is no shard file written by ray_dcp."""
+    match = _SHARD.fullmatch(key)
+    return ShardFile(int(match["rank"]), int(match["number"]), match["attempt"]) if match else None
+
+
+def step_folder(step: int) -> str:
+    """The folder of a step under a root: ``step-00000100``."""
+    return f"step-{step:08d}"
+
+
+def parse_step_folder(name: str) -> int | None:
+    """The step of a folder name, or None when it is no step folder."""
+    match = _STEP.fullmatch(name)
+    return int(match["step"]) if match else None

@@ -1,0 +1,81 @@
+"""``Store``: what every storage backend does, and what callers may rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One object as a listing shows it."""
+
+    key: str
+    """Relative to the store's root, with forward slashes."""
+    nbytes: int
+    modified: float
+    """Seconds since the epoch; 0.0 where the backend does not say."""
+
+
+class ObjectWriter(Protocol):
+    """A sequential sink for one new object."""
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> int:
+        """Append all of ``chunk``; return its length in bytes. Short writes are retried inside or raise."""
+        ...
+
+    def tell(self) -> int:
+        """Bytes accepted so far."""
+        ...
+
+
+class Store(Protocol):
+    """Holds bytes by key, under one root (a folder, a bucket prefix, a dict).
+
+    Keys are relative, use ``/``, and never leave the root, save for a leading ``../`` that names a
+    sibling checkpoint in ``get`` (an item may point at another checkpoint's file). Implementations do
+    not retry; that is a wrapper's job. Every failure is a ``StoreError`` or a subclass of it.
+    Instances may be used from several threads and survive pickling.
+    """
+
+    url: str
+    """Where the root is, as the user would write it; used in messages and to open the same store elsewhere."""
+
+    def put(self, key: str, content: bytes) -> None:
+        """Replace or create an object in one step: readers see all of the old or all of the new.
+
+        When it returns, the object is durable, its name included. On failure the old object is intact.
+        """
+        ...
+
+    def put_new(self, key: str) -> AbstractContextManager[ObjectWriter]:
+        """Open a writer for an object that does not exist yet.
+
+        Raises ``StoreError`` if the key exists. Leaving the block normally makes the object durable,
+        its name included; leaving it by an exception removes what was written as far as possible.
+        """
+        ...
+
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Return ``nbytes`` from ``offset`` (all that follows when None).
+
+        Raises ``ObjectNotFoundError``, or ``StoreError`` when the object ends before the range does.
+        """
+        ...
+
+    def list(self, prefix: str = "") -> Sequence[StoredObject]:
+        """All objects whose key is in the folder ``prefix`` or below it, sorted by key; none is no error.
+
+        Raises ``StoreError`` where ``prefix`` (or the root) is a file instead of a folder.
+        """
+        ...
+
+    def list_folders(self, prefix: str = "") -> Sequence[str]:
+        """Names of the folders directly inside ``prefix``, sorted; none is no error."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing one is no error."""
+        ...
