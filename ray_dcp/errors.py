@@ -7,6 +7,7 @@
     |-- StoreError (OSError)                     a store could not do what was asked
     |   |-- ObjectNotFoundError (FileNotFoundError)
     |   |-- StorePermissionError (PermissionError)
+    |   |-- NotAFolderError (NotADirectoryError)      a file lies where a folder should be
     |   `-- UnknownSchemeError (ValueError)
     |-- CheckpointNotFoundError (FileNotFoundError)   nothing committed is there, and why
     |-- CorruptCheckpointError                   stored bytes are not what was written
@@ -78,6 +79,12 @@ class ObjectNotFoundError(StoreError, FileNotFoundError):
 
 class StorePermissionError(StoreError, PermissionError):
     """The store refuses this user."""
+
+
+class NotAFolderError(StoreError, NotADirectoryError):
+    """A file lies where a folder should be."""
+
+    exit_code = 3
 
 
 class UnknownSchemeError(StoreError, ValueError):

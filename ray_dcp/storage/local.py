@@ -1,0 +1,220 @@
+"""``LocalStore``: a folder of this machine, or of a filesystem mounted on it."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+from ray_dcp.errors import ObjectNotFoundError, StoreError
+from ray_dcp.storage.durable import close_durably, fsync_folder, make_folder, write_fully
+from ray_dcp.storage.failures import require_range, store_errors
+from ray_dcp.storage.keys import require_key, require_prefix
+from ray_dcp.storage.store import ObjectWriter, StoredObject
+
+_TEMPORARY = re.compile(r"\.ray_dcp_[0-9a-f]{32}\.tmp")
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_MAX_RETRIES = 8
+
+
+class LocalStore:
+    """Objects are files. What a method has returned for survives a power cut.
+
+    A folder exists while it holds something: the last ``delete`` in it removes it too, though never the root.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        # Absolute, so that it means the same after chdir and, pickled, in another process.
+        self.url = os.path.abspath(os.fsdecode(root))
+        self._durable_folders: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalStore, (self.url,)
+
+    def put(self, key: str, content: bytes) -> None:
+        path = self._path(require_key(key, url=self.url))
+        # A constant length: a longer variant of the key's own name might not fit the filesystem's limit.
+        temporary = os.path.join(os.path.dirname(path), f".ray_dcp_{uuid.uuid4().hex}.tmp")
+        with store_errors("put", url=self.url, key=key):
+            descriptor = self._create(temporary)
+            try:
+                try:
+                    write_fully(descriptor, content)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                close_durably(descriptor)
+                os.rename(temporary, path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            fsync_folder(os.path.dirname(path))
+
+    def put_new(self, key: str) -> AbstractContextManager[ObjectWriter]:
+        return self._put_new(require_key(key, url=self.url))
+
+    @contextmanager
+    def _put_new(self, key: str) -> Iterator[ObjectWriter]:
+        path = self._path(key)
+        with store_errors("create", url=self.url, key=key):
+            writer = _FileWriter(self._create(path), url=self.url, key=key)
+        try:
+            yield writer
+            with store_errors("make durable", url=self.url, key=key):
+                writer.finish()
+                fsync_folder(os.path.dirname(path))
+        except BaseException:
+            writer.abandon()
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        path = self._path(require_key(key, url=self.url, sibling=True))
+        with store_errors("read", url=self.url, key=key):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except NotADirectoryError as error:
+                raise ObjectNotFoundError(f"cannot read: {error.strerror}", url=self.url, key=key) from error
+            try:
+                status = os.fstat(descriptor)
+                if stat.S_ISDIR(status.st_mode):
+                    raise ObjectNotFoundError("a folder, not an object", url=self.url, key=key)
+                wanted = require_range(url=self.url, key=key, held=status.st_size, offset=offset, nbytes=nbytes)
+                content = _read_fully(descriptor, wanted, offset)
+            finally:
+                os.close(descriptor)
+        # It may have been cut short between fstat and now.
+        require_range(url=self.url, key=key, held=offset + len(content), offset=offset, nbytes=wanted)
+        return content
+
+    def list(self, prefix: str = "") -> Sequence[StoredObject]:
+        prefix = require_prefix(prefix, url=self.url)
+        with store_errors("list", url=self.url, key=prefix):
+            return sorted(self._objects_below(self._path(prefix), f"{prefix}/" if prefix else ""), key=_by_key)
+
+    def list_folders(self, prefix: str = "") -> Sequence[str]:
+        prefix = require_prefix(prefix, url=self.url)
+        with store_errors("list", url=self.url, key=prefix):
+            return sorted(entry.name for entry in _scan(self._path(prefix)) if entry.is_dir())
+
+    def delete(self, key: str) -> None:
+        path = self._path(require_key(key, url=self.url))
+        with store_errors("delete", url=self.url, key=key), suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(path)
+            self._remove_empty_folders(os.path.dirname(path))
+            # The name is gone for good only when its folder is durable, or the folder's own name is gone.
+            with suppress(FileNotFoundError):
+                fsync_folder(os.path.dirname(path))
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self.url, key) if key else self.url
+
+    def _create(self, path: str) -> int:
+        """Open a file that must be new, in a folder whose own name is durable."""
+        for _ in range(_MAX_RETRIES):
+            self._require_folder(os.path.dirname(path))
+            try:
+                return os.open(path, _NEW_FILE, 0o666)
+            except FileNotFoundError:
+                # Another process deleted the folder's last object, and the folder with it.
+                self._durable_folders.discard(os.path.dirname(path))
+        raise StoreError("cannot create: its folder keeps vanishing", url=self.url, key=os.path.relpath(path, self.url))
+
+    def _require_folder(self, folder: str) -> None:
+        """Make ``folder`` exist, with its name and those of its parents up to the root durable."""
+        if folder in self._durable_folders:
+            return
+        if len(folder) > len(self.url):
+            self._require_folder(os.path.dirname(folder))
+        if not make_folder(folder):
+            # Whoever created it may not have come to this yet. The root's parent may be closed to us.
+            with suppress(PermissionError):
+                fsync_folder(os.path.dirname(folder))
+        self._durable_folders.add(folder)
+
+    def _objects_below(self, folder: str, prefix: str) -> Iterator[StoredObject]:
+        for entry in _scan(folder):
+            key = prefix + entry.name
+            try:
+                # Folders behind symbolic links are not entered, they may form a loop; files behind them count.
+                if entry.is_dir(follow_symlinks=False):
+                    yield from self._objects_below(entry.path, f"{key}/")
+                elif entry.is_file() and not _TEMPORARY.fullmatch(entry.name):
+                    status = entry.stat()
+                    yield StoredObject(key, status.st_size, status.st_mtime)
+            except FileNotFoundError:
+                continue  # deleted since the scan
+
+    def _remove_empty_folders(self, folder: str) -> None:
+        with suppress(OSError):  # not empty, most of the time
+            while len(folder) > len(self.url):
+                os.rmdir(folder)
+                folder = os.path.dirname(folder)
+                fsync_folder(folder)
+
+
+class _FileWriter:
+    """Writes to one descriptor, which it closes exactly once."""
+
+    def __init__(self, descriptor: int, *, url: str, key: str) -> None:
+        self._descriptor: int | None = descriptor
+        self._nbytes = 0
+        self._url = url
+        self._key = key
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> int:
+        if self._descriptor is None:
+            raise StoreError("cannot write: the writer is closed", url=self._url, key=self._key)
+        with store_errors("write", url=self._url, key=self._key):
+            written = write_fully(self._descriptor, chunk)
+        self._nbytes += written
+        return written
+
+    def tell(self) -> int:
+        return self._nbytes
+
+    def finish(self) -> None:
+        """Make the content durable and close; errors of either are raised."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            close_durably(descriptor)
+
+    def abandon(self) -> None:
+        """Close without a word; nothing when already closed."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+def _by_key(stored: StoredObject) -> str:
+    return stored.key
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    """The entries of a folder; none when it does not exist."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _read_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
+    """``nbytes`` from ``offset``, fewer only where the file ends."""
+    # One read takes at most 2 GiB on Linux, and a signal or a network filesystem may end one early.
+    parts = []
+    while nbytes > 0 and (part := os.pread(descriptor, nbytes, offset)):
+        parts.append(part)
+        offset += len(part)
+        nbytes -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
