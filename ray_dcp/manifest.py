@@ -8,12 +8,22 @@ it but not yet committed), and readers then go by ``.metadata`` alone.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ray_dcp.errors import ConfigError, CorruptCheckpointError, FormatVersionError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FORMAT_VERSION = 1
+_FACTS = ("world_size", "attempt", "metadata_digest", "created", "step", "metrics", "versions", "format_version")
+_PREFIX = "ray_dcp."
+_CRC = "ray_dcp.crc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +76,113 @@ class Manifest:
 def metadata_digest(metadata: bytes) -> str:
     """The digest by which a manifest names its ``.metadata``."""
     return hashlib.sha256(metadata).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The content of ``manifest.parquet``. Raises ``ConfigError`` where a metric has no JSON form."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    facts = {_PREFIX + name: _as_json(name, getattr(manifest, name)) for name in _FACTS}
+    rows = [[getattr(entry, f.name) for entry in manifest.entries] for f in _schema()]
+    table = pa.Table.from_arrays([pa.array(v, f.type) for v, f in zip(rows, _schema(), strict=True)], schema=_schema())
+    sink = pa.BufferOutputStream()
+    # Arrow's own copy of the schema is of no use to readers, and as long as all else in a small manifest.
+    with pyarrow.parquet.ParquetWriter(
+        sink, table.schema, compression="zstd", write_statistics=False, store_schema=False
+    ) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(facts | {_CRC: str(_crc(facts, rows))})
+    return sink.getvalue().to_pybytes()
+
+
+def decode_manifest(content: bytes, file: str) -> Manifest:
+    """The manifest that ``content`` holds; ``file`` names it in errors.
+
+    Raises ``FormatVersionError`` for a newer format, ``CorruptCheckpointError`` for anything else that
+    ``encode_manifest`` did not write: one flipped bit is found.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        source = pyarrow.parquet.ParquetFile(pa.BufferReader(content))
+        facts = _read_facts(source.metadata.metadata or {}, file)
+        crc = int(facts.pop(_CRC))
+        table = source.read()
+        rows = [_column_values(table, f) for f in _schema()]
+        if crc != _crc(facts, rows):
+            raise ValueError("it does not match its checksum")
+        values = {name: json.loads(facts[_PREFIX + name]) for name in _FACTS}
+        return Manifest(list(map(Entry, *rows)), **values)
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+        raise CorruptCheckpointError(f"not a readable manifest: {error}", file=file) from error
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    integers = pa.list_(pa.int64())
+    return pa.schema(
+        [
+            pa.field("fqn", pa.string(), nullable=False),
+            pa.field("offsets", integers),
+            pa.field("sizes", integers),
+            pa.field("dtype", pa.string()),
+            pa.field("file", pa.string(), nullable=False),
+            pa.field("record_offset", pa.int64(), nullable=False),
+            pa.field("record_nbytes", pa.int64(), nullable=False),
+            pa.field("payload_offset", pa.int64(), nullable=False),
+            pa.field("payload_nbytes", pa.int64(), nullable=False),
+            pa.field("block_crcs", pa.list_(pa.uint32()), nullable=False),
+            pa.field("rank", pa.int32(), nullable=False),
+        ]
+    )
+
+
+def _column_values(table: pa.Table, wanted: pa.Field) -> list[Any]:
+    """One Python value a row. Raises ``KeyError`` or ``ValueError`` where the table is not as wanted."""
+    import pyarrow as pa
+
+    column = table.column(wanted.name).cast(wanted.type).combine_chunks()
+    if column.null_count and not wanted.nullable:
+        raise ValueError(f"column {wanted.name} has nulls")
+    if not pa.types.is_list(wanted.type):
+        return column.to_pylist()
+    # Far quicker than to_pylist, which makes an Arrow scalar of every element.
+    values, offsets = column.values.to_numpy().tolist(), column.offsets.to_numpy().tolist()
+    rows = [tuple(values[start:end]) for start, end in itertools.pairwise(offsets)]
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    return [row if here else None for row, here in zip(rows, valid, strict=True)] if column.null_count else rows
+
+
+def _read_facts(texts: Mapping[bytes, bytes], file: str) -> dict[str, str]:
+    """The facts as they are stored. The version comes first: a newer format may have changed all else."""
+    facts = {key.decode(): text.decode() for key, text in texts.items() if key.startswith(_PREFIX.encode())}
+    found = int(facts[_PREFIX + "format_version"])
+    if found > FORMAT_VERSION:
+        raise FormatVersionError(found=found, supported=FORMAT_VERSION, file=file)
+    return facts
+
+
+def _crc(facts: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> int:
+    """Over what is read, not over the file's bytes: it finds whatever went wrong on the way."""
+    crc = 0
+    for part in (sorted(facts.items()), *rows):
+        crc = zlib.crc32(json.dumps(part, separators=(",", ":")).encode(), crc)
+    return crc
+
+
+def _as_json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, default=_number)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(name, f"{error}; only what JSON can hold is stored") from error
+
+
+def _number(value: Any) -> Any:
+    """The Python number in a scalar of numpy or torch, as metrics often are."""
+    number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, bool | int | float):
+        return number
+    raise TypeError(f"{type(value).__name__} {value!r} has no JSON form")
