@@ -14,6 +14,7 @@
     |-- UnsafeDataError                          a file asks for code to be run
     |-- FormatVersionError                       written by a newer ray_dcp
     |-- StateDictError (ValueError)              the state dict and the checkpoint do not fit
+    |-- EarlierSaveError                       an asynchronous save failed and nobody had asked
     |-- GroupError
     |   |-- JoinTimeoutError (TimeoutError)      ranks that never joined
     |   |-- RankConflictError                    two ranks joined with one number
@@ -150,6 +151,13 @@ class StateDictError(RayDcpError, ValueError):
         listed = "".join(f"\n  - {problem}" for problem in problems)
         super().__init__(f"{message}{listed}")
         self.problems = tuple(problems)
+
+
+class EarlierSaveError(RayDcpError):
+    """An asynchronous save failed and nobody awaited it; ``__cause__`` is its failure where there is one process."""
+
+    def __init__(self, failure: BaseException) -> None:
+        super().__init__(f"an earlier asynchronous save failed, and nobody had awaited it: {failure}")
 
 
 class GroupError(RayDcpError):

@@ -1,0 +1,198 @@
+"""``save``, ``async_save`` and ``load``: DCP's three calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from ray_dcp.catalog import CheckpointInfo
+from ray_dcp.cluster.current import current_group, process_group_ranks
+from ray_dcp.cluster.group import RankGroup
+from ray_dcp.dcp_io.store_reader import StoreReader
+from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.errors import ConfigError
+from ray_dcp.protocol.background import AsyncSaveResponse, BackgroundSaves
+from ray_dcp.protocol.call import Call, SoloCall, phase
+from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner
+from ray_dcp.protocol.load import load as load_rank
+from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save, staged_by
+from ray_dcp.protocol.save import save as save_rank
+
+CheckpointId = str | os.PathLike[str]
+
+_solo_saves = BackgroundSaves()
+"""The asynchronous saves of a process that acts alone."""
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    group: RankGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save a state dict that is spread over the ranks of a group; every rank calls this.
+
+    Returns the checkpoint's ``Metadata`` when it is committed and durable. Tensors may be plain (of which one rank's
+    is written), ``DTensor``, ``ShardedTensor`` or ``LocalShards``, on any device; ``Stateful`` objects give their
+    ``state_dict()``; anything else is pickled. Saving an id again replaces it in one step.
+
+    ``checkpoint_id`` is a path or URL; with a ``storage_writer`` it may be left out. ``group`` defaults to
+    ``current_group()``; ``no_dist`` saves this process alone.
+
+    Raises ``CheckpointException`` on every rank when anything fails on any; then nothing was committed.
+    """
+    call, saves = _start_call("save", checkpoint_id, _ranks(group, process_group, no_dist))
+    with phase(call, "collect"):
+        _require_collectives(use_collectives)
+        request = _save_request(state_dict, checkpoint_id, storage_writer, planner)
+        saves.settle()
+    return save_rank(request, call)
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    group: RankGroup | None = None,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> AsyncSaveResponse:
+    """Save in the background what the state dict holds now; every rank calls this.
+
+    Returns when what this rank will write is copied: then the state dict may change. Saves of a rank are written one
+    at a time, in order; a call waits for the one before. A failure that nobody looked at (through
+    ``upload_completion``) is raised by the next save or load.
+
+    With an ``async_stager`` the whole state dict is staged by it instead. Other arguments as in ``save``.
+    """
+    call, saves = _start_call("save", checkpoint_id, _ranks(group, process_group, no_dist))
+    with phase(call, "collect"):
+        _require_collectives(use_collectives)
+        request = _save_request(state_dict, checkpoint_id, storage_writer, planner)
+        saves.settle()
+    if async_stager is not None:
+        staged_request = staged_by(async_stager, request, call)
+        return saves.start(plan_save(staged_request, call), call)
+    return saves.start(stage_save(plan_save(request, call), call), call)
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: Any = None,
+    group: RankGroup | None = None,
+    no_dist: bool = False,
+    strict: bool | str = True,
+    cast: bool = False,
+    trusted: bool = False,
+) -> LoadReport:
+    """Fill a state dict from a checkpoint that any number of ranks saved; every rank of the group calls this.
+
+    Tensors are filled in place, on their device; other values are replaced; ``Stateful`` objects get
+    ``load_state_dict``. Before anything is changed, names, shapes, dtypes and coverage are checked on all ranks.
+
+    ``strict``: True refuses names that the checkpoint lacks, False loads the rest, "exact" also refuses names that
+    no template has. ``cast`` converts dtypes. ``trusted`` unpickles Python objects of any class, which runs code
+    from the checkpoint: only for checkpoints you wrote.
+
+    Raises ``CheckpointException`` on every rank, listing all that does not fit.
+    """
+    call, saves = _start_call("load", checkpoint_id, _ranks(group, process_group, no_dist))
+    with phase(call, "collect"):
+        reader = storage_reader if storage_reader is not None else StoreReader(trusted=trusted)
+        location = _location(checkpoint_id, reader, "storage_reader")
+        load_planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location)
+        saves.settle()
+    return load_rank(LoadRequest(state_dict, location, reader, load_planner, strict, trusted), call)
+
+
+def newest(root: CheckpointId, *, group: RankGroup | None = None) -> CheckpointInfo | None:
+    """The newest checkpoint under ``root`` that is committed and whole; every rank calls this and all get the same."""
+    location = absolute(root)
+    call, saves = _start_call("newest", location, _ranks(group, None, no_dist=False))
+    with phase(call, "choose"):
+        saves.settle()
+        chosen: CheckpointInfo | None = call.exchange("choose", location)
+    return chosen
+
+
+def _ranks(group: RankGroup | None, process_group: Any, no_dist: bool) -> RankGroup | None:
+    if no_dist:
+        return None
+    if group is not None:
+        return group
+    return process_group_ranks(process_group) if process_group is not None else current_group()
+
+
+def _save_request(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: CheckpointId | None,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None,
+) -> SaveRequest:
+    writer = storage_writer if storage_writer is not None else StoreWriter()
+    location = _location(checkpoint_id, writer, "storage_writer")
+    return SaveRequest(state_dict, location, writer, default_save_planner(planner))
+
+
+def _start_call(kind: str, checkpoint_id: CheckpointId | None, ranks: RankGroup | None) -> tuple[Call, BackgroundSaves]:
+    """This rank's end of a new call, and the saves that come before it.
+
+    From here on all ranks are in it: what is wrong on one is told to all, instead of leaving them to wait.
+    """
+    named = "" if checkpoint_id is None else os.fspath(checkpoint_id)
+    if ranks is None:
+        return SoloCall(kind, named), _solo_saves
+    return ranks.start_call(kind, named), ranks.background
+
+
+def _location(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageReader, role: str) -> str:
+    """Where the checkpoint is, the same in every process; ``storage`` is told."""
+    if checkpoint_id is None:
+        own = getattr(storage, "checkpoint_id", None)
+        if not own and isinstance(storage, StoreWriter | StoreReader):
+            raise ConfigError("checkpoint_id", f"pass a path or URL, or a {role} that knows its place")
+        location = absolute(own) if own else ""
+        if location and isinstance(storage, StoreWriter | StoreReader):
+            storage.reset(location)
+        return location
+    location = absolute(checkpoint_id)
+    # A user's own storage gets what the user passed: it may be no path at all.
+    storage.reset(location if isinstance(storage, StoreWriter | StoreReader) else checkpoint_id)
+    return location
+
+
+def absolute(checkpoint_id: CheckpointId) -> str:
+    """``checkpoint_id`` independent of the working directory, which differs between the processes of a cluster."""
+    location = os.fspath(checkpoint_id)
+    return location if "://" in location else os.path.abspath(location)
+
+
+def _require_collectives(use_collectives: bool) -> None:
+    if not use_collectives:
+        raise ConfigError(
+            "use_collectives",
+            "ray_dcp has no collectives to leave out: ranks coordinate through an actor. "
+            "For one checkpoint a rank, pass no_dist=True and a checkpoint_id of its own to each",
+        )
+
+
+__all__ = ["AsyncSaveResponse", "LoadReport", "absolute", "async_save", "load", "newest", "save"]

@@ -1,0 +1,105 @@
+"""``current_group``: the group that a save or load means when none is given."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import uuid
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from ray_dcp.errors import GroupError
+
+if TYPE_CHECKING:
+    from ray_dcp.cluster.group import RankGroup
+
+_LAZY_JOIN_TIMEOUT_S = 600.0
+"""A group that is joined at its first save or load waits for the slowest rank to get there."""
+
+_entered: ContextVar[tuple[RankGroup, ...]] = ContextVar("ray_dcp_entered_groups", default=())
+_joined: RankGroup | None = None
+_lazily_joined: dict[tuple[str, str], RankGroup] = {}
+_lock = threading.RLock()
+
+
+def current_group() -> RankGroup | None:
+    """The group that ``group=None`` means; None for one process alone.
+
+    In this order: the innermost ``with group:``; the group this process has joined; the run of a TorchTrainer
+    worker; torch.distributed's default process group. The last two are joined by the first call of all their ranks.
+
+    Raises ``GroupError`` where torch.distributed has several ranks and this process is not connected to Ray: each
+    of them saving alone would be wrong.
+    """
+    if _entered.get():
+        return _entered.get()[-1]
+    if _joined is not None:
+        return _joined
+    return _train_group() or process_group_ranks(None)
+
+
+def process_group_ranks(process_group: Any) -> RankGroup | None:
+    """The ranks of a torch.distributed process group (None: the default one) as a group; None for one rank."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) < 2:
+        return None
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    import ray
+
+    if not ray.is_initialized():
+        raise GroupError(
+            f"torch.distributed has {world_size} ranks, but this process is not connected to Ray, through which they "
+            'coordinate. Call ray.init(address="auto") on every rank, or pass no_dist=True to act alone',
+            group="torch.distributed",
+        )
+    members = "default" if process_group is None else "-".join(map(str, dist.get_process_group_ranks(process_group)))
+    store = dist.distributed_c10d._get_default_store()
+    token = store.compare_set("ray_dcp/group", "", uuid.uuid4().hex).decode()
+    return _join_lazily(f"torch-{token}-{members}", rank, world_size, token)
+
+
+def _train_group() -> RankGroup | None:
+    from ray_dcp.cluster.train_context import train_group_spec
+
+    spec = train_group_spec()
+    if spec is None or spec.world_size < 2:
+        return None
+    return _join_lazily(spec.group, spec.rank, spec.world_size, spec.incarnation)
+
+
+def _join_lazily(name: str, rank: int, world_size: int, incarnation: str) -> RankGroup:
+    from ray_dcp.cluster.group import RankGroup
+
+    with _lock:
+        key = (name, incarnation)
+        if key not in _lazily_joined:
+            before = _joined
+            _lazily_joined[key] = RankGroup.join(
+                name, rank=rank, world_size=world_size, timeout_s=_LAZY_JOIN_TIMEOUT_S, incarnation=incarnation
+            )
+            set_joined(before)
+        return _lazily_joined[key]
+
+
+def set_joined(group: RankGroup | None) -> None:
+    """``group`` is what this process has joined; the one joined last counts."""
+    global _joined
+    _joined = group
+
+
+def forget_joined(group: RankGroup) -> None:
+    """``group`` is closed."""
+    with _lock:
+        for key in [key for key, joined in _lazily_joined.items() if joined is group]:
+            del _lazily_joined[key]
+    if _joined is group:
+        set_joined(None)
+
+
+def enter(group: RankGroup) -> None:
+    _entered.set((*_entered.get(), group))
+
+
+def leave(group: RankGroup) -> None:
+    assert _entered.get()[-1] is group, "with-blocks are left in reverse order"
+    _entered.set(_entered.get()[:-1])

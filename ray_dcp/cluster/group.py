@@ -1,0 +1,151 @@
+"""``RankGroup``: who the ranks of a save or load are, and a rank's way to their coordinator."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import uuid
+from types import TracebackType
+from typing import Any
+
+import ray
+import tenacity
+
+from ray_dcp.cluster import current
+from ray_dcp.cluster.coordinator_actor import ask, ensure_coordinator
+from ray_dcp.errors import ConfigError, CoordinatorLostError, GroupError
+from ray_dcp.protocol.background import BackgroundSaves
+from ray_dcp.protocol.call import RemoteCall, phase
+from ray_dcp.protocol.failures import RankFailure
+from ray_dcp.protocol.membership import JoinRequest
+from ray_dcp.protocol.wire import CallId, decode, encode
+
+
+class RankGroup:
+    """This process as one rank of a named group. Made by ``join``.
+
+    All ranks must make the same saves, loads and barriers in the same order. Usable as ``with group:``, within which
+    it is the ``current_group()``.
+    """
+
+    def __init__(self, *, name: str, rank: int, world_size: int, generation: int, coordinator: Any) -> None:
+        self.name = name
+        self.rank = rank
+        self.world_size = world_size
+        self.generation = generation
+        self.background = BackgroundSaves()
+        self._coordinator = coordinator
+        self._num_calls = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def join(
+        cls, name: str, *, rank: int, world_size: int, timeout_s: float = 60.0, incarnation: str | None = None
+    ) -> RankGroup:
+        """Join group ``name`` as ``rank``; returns when all ``world_size`` ranks have.
+
+        Works in any process that is connected to a Ray cluster. A set of ranks that has gathered is a new
+        *generation* of the group; calls of older ones are refused from then on. ``incarnation``, where given, is the
+        same for processes started together: those of a newer one replace an older one that is still waiting.
+
+        Raises ``JoinTimeoutError`` naming the ranks that did not come within ``timeout_s`` (the time it takes to
+        start the coordinator does not count), ``RankConflictError`` where another process has this rank.
+        """
+        _require_valid(name, rank, world_size, timeout_s)
+        request = JoinRequest(rank, world_size, _member_name(rank), incarnation)
+        coordinator, generation = _join(name, request, timeout_s)
+        group = cls(name=name, rank=rank, world_size=world_size, generation=generation, coordinator=coordinator)
+        current.set_joined(group)
+        return group
+
+    def start_call(self, kind: str, checkpoint_id: str = "") -> RemoteCall:
+        """This rank's end of the group's next save, load or barrier."""
+        if self._closed:
+            raise GroupError("this group is closed", group=self.name)
+        with self._lock:
+            call_id = CallId(self.generation, self._num_calls, kind)
+            self._num_calls += 1
+
+        def send(phase: str, part: Any) -> Any:
+            reference = self._coordinator.contribute.remote(call_id, self.rank, phase, encode(part))
+            return decode(ask(reference, group=self.name))
+
+        def tell(failure: RankFailure) -> None:
+            ask(self._coordinator.fail.remote(call_id, failure), group=self.name)
+
+        return RemoteCall(
+            rank=self.rank,
+            world_size=self.world_size,
+            kind=kind,
+            checkpoint_id=checkpoint_id,
+            send=send,
+            tell=tell,
+        )
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it. Raises ``CheckpointException`` when a rank is lost."""
+        call = self.start_call("barrier")
+        with phase(call, "arrive"):
+            call.exchange("arrive", None)
+
+    def close(self) -> None:
+        """Leave the group, after the asynchronous save under way, if any. Idempotent; the last one ends it."""
+        if self._closed:
+            return
+        self._closed = True
+        current.forget_joined(self)
+        try:
+            self.background.settle()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        try:
+            ray.get(self._coordinator.leave.remote(self.generation, self.rank), timeout=10)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return  # a coordinator that is gone has no ranks to forget
+
+    def __enter__(self) -> RankGroup:
+        current.enter(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        current.leave(self)
+
+    def __repr__(self) -> str:
+        return f"RankGroup({self.name!r}, rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
+
+
+@tenacity.retry(
+    retry=tenacity.retry_if_exception_type(CoordinatorLostError),
+    stop=tenacity.stop_after_attempt(3),
+    wait=tenacity.wait_random_exponential(multiplier=0.1, max=1),
+    reraise=True,
+)
+def _join(name: str, request: JoinRequest, timeout_s: float) -> tuple[Any, int]:
+    """Coordinator and generation; a coordinator that was about to end is replaced by a new one."""
+    coordinator = ensure_coordinator(name)
+    actor = ray.get_runtime_context().current_actor if ray.get_runtime_context().get_actor_id() else None
+    reference = coordinator.join.remote(request, timeout_s, [actor] if actor is not None else [])
+    return coordinator, ask(reference, group=name)
+
+
+def _member_name(rank: int) -> str:
+    return f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex[:8]})"
+
+
+def _require_valid(name: str, rank: int, world_size: int, timeout_s: float) -> None:
+    if not name or not isinstance(name, str):
+        raise ConfigError("name", "a group needs a name, the same on all ranks")
+    if world_size < 1:
+        raise ConfigError("world_size", f"{world_size} is below 1")
+    if not 0 <= rank < world_size:
+        raise ConfigError("rank", f"{rank} is not between 0 and world_size - 1 = {world_size - 1}")
+    if not timeout_s > 0:
+        raise ConfigError("timeout_s", f"{timeout_s} is not above 0")
+    if not ray.is_initialized():
+        raise GroupError("this process is not connected to Ray; call ray.init() first", group=name)

@@ -1,0 +1,214 @@
+"""``StoreWriter``: DCP's ``StorageWriter`` on a ``Store``, and the one place where a checkpoint is committed.
+
+Shard files, then the manifest, then ``.metadata``. Every save writes under names of its own (the attempt), so
+nothing that is committed is touched; putting ``.metadata`` is the only step that readers see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ray_dcp.dcp_io.metadata_file import encode_metadata
+from ray_dcp.dcp_io.record import Payload, write_python, write_tensor
+from ray_dcp.errors import StateDictError, StoreError
+from ray_dcp.layout import MANIFEST, METADATA, ShardFile
+from ray_dcp.manifest import Entry, Manifest, encode_manifest, metadata_digest
+from ray_dcp.storage.open import open_store
+from ray_dcp.storage.store import ObjectWriter, Store
+from ray_dcp.version import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredItem(WriteResult):
+    """A ``WriteResult`` that also says what the manifest records."""
+
+    payload: Payload
+    dtype: str | None
+    sizes: tuple[int, ...] | None
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ShardTarget:
+    """What the global plan tells a rank of its files."""
+
+    rank: int
+    attempt: str
+
+
+class StoreWriter(StorageWriter):
+    """Writes a checkpoint to a path or URL, all or nothing.
+
+    ``set_up_storage_writer``, ``prepare_local_plan`` and ``write_data`` run on every rank,
+    ``prepare_global_plan`` and ``finish`` once, at the coordinator. ``step`` and ``metrics`` (JSON values) are
+    recorded in the manifest. Also usable with ``torch.distributed.checkpoint.save``.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        *,
+        step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.checkpoint_id = os.fspath(checkpoint_id) if checkpoint_id is not None else ""
+        self.step = step
+        self.metrics = dict(metrics or {})
+        self._attempt = ""
+        self._world_size = 0
+        self._planned: dict[Any, int] = {}
+        self._written_key: str | None = None
+
+    @property
+    def store(self) -> Store:
+        return open_store(self.checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.checkpoint_id = os.fspath(checkpoint_id)
+        self._written_key = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to open ahead: a store is opened by whoever uses it."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._attempt or None)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Begin an attempt. Raises ``StoreError`` where the place itself is wrong (a file, no permission)."""
+        self.store.list_folders()
+        self._attempt = uuid.uuid4().hex[:12]
+        self._world_size = len(plans)
+        self._planned = {item.index: rank for rank, plan in enumerate(plans) for item in plan.items}
+        return [
+            dataclasses.replace(plan, storage_data=_ShardTarget(rank, self._attempt)) for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items into one new shard file, durable when this returns; no items, no file."""
+        target: _ShardTarget = plan.storage_data
+        written: list[WriteResult] = []
+        if plan.items:
+            key = ShardFile(target.rank, 0, target.attempt).key
+            self._written_key = key
+            with self.store.put_new(key) as sink:
+                written = [_write_item(sink, item, planner, key, target.rank) for item in _python_first(plan.items)]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(written)
+        return future
+
+    def abandon(self) -> None:
+        """Remove what this rank wrote in an attempt that has failed; it was never part of a checkpoint."""
+        if self._written_key is not None:
+            self.store.delete(self._written_key)
+            self._written_key = None
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit: raises unless every planned item has exactly one result; otherwise the checkpoint is there."""
+        stored = [item for of_rank in results for item in of_rank]
+        self._require_all_written(stored)
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {item.index: item.storage_data for item in stored}
+        metadata.storage_meta = self.storage_meta()
+        encoded = encode_metadata(metadata)
+        store = self.store
+        store.put(MANIFEST, encode_manifest(self._manifest(stored, encoded)))
+        store.put(METADATA, encoded)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            open_store(checkpoint_id)
+        except StoreError:
+            return False
+        return True
+
+    def _require_all_written(self, stored: Sequence[WriteResult]) -> None:
+        written = {item.index for item in stored}
+        lacking = [f"{index.fqn} at {index.offset} of rank {rank}" for index, rank in self._planned.items()
+                   if index not in written]  # fmt: skip
+        if lacking or len(stored) != len(self._planned):
+            unplanned = sorted(index.fqn for index in written - self._planned.keys())
+            raise StateDictError(
+                f"{len(self._planned)} items were planned and {len(stored)} written; nothing was committed",
+                [f"not written: {name}" for name in lacking] + [f"not planned: {name}" for name in unplanned],
+            )
+
+    def _manifest(self, stored: Sequence[WriteResult], encoded_metadata: bytes) -> Manifest:
+        return Manifest(
+            entries=[_entry(item) for item in stored if isinstance(item, StoredItem)],
+            world_size=self._world_size,
+            attempt=self._attempt,
+            metadata_digest=metadata_digest(encoded_metadata),
+            created=time.time(),
+            step=self.step,
+            metrics=self.metrics,
+            versions={"torch": torch.__version__, "ray_dcp": __version__},
+        )
+
+
+def _python_first(items: Iterable[WriteItem]) -> list[WriteItem]:
+    """Python objects in front: a reader of a whole file then gets what it needs for a decision early."""
+    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+
+
+def _write_item(sink: ObjectWriter, item: WriteItem, planner: SavePlanner, key: str, rank: int) -> StoredItem:
+    value = planner.resolve_data(item)
+    if isinstance(value, io.BytesIO):
+        payload, dtype, sizes = write_python(sink, value.getbuffer()), None, None
+    else:
+        _require_planned_shape(item, value)
+        payload = write_tensor(sink, value)
+        dtype, sizes = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+    return StoredItem(
+        index=item.index,
+        size_in_bytes=payload.record_nbytes,
+        storage_data=_StorageInfo(key, payload.record_offset, payload.record_nbytes),
+        payload=payload,
+        dtype=dtype,
+        sizes=sizes,
+        rank=rank,
+    )
+
+
+def _require_planned_shape(item: WriteItem, value: torch.Tensor) -> None:
+    if item.tensor_data is not None and tuple(value.shape) != tuple(item.tensor_data.chunk.sizes):
+        raise StateDictError(
+            f"{item.index.fqn}: the planner resolved a tensor of shape {tuple(value.shape)}, "
+            f"the plan says {tuple(item.tensor_data.chunk.sizes)}"
+        )
+
+
+def _entry(item: StoredItem) -> Entry:
+    is_tensor = item.sizes is not None
+    offsets = tuple(item.index.offset) if is_tensor and item.index.offset is not None else None
+    return Entry(
+        fqn=item.index.fqn,
+        offsets=offsets,
+        sizes=item.sizes,
+        dtype=item.dtype,
+        file=item.storage_data.relative_path,
+        record_offset=item.payload.record_offset,
+        record_nbytes=item.payload.record_nbytes,
+        payload_offset=item.payload.payload_offset,
+        payload_nbytes=item.payload.payload_nbytes,
+        block_crcs=item.payload.block_crcs,
+        rank=item.rank,
+    )

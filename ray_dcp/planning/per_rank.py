@@ -1,0 +1,140 @@
+"""``PerRank``: values that belong to one rank, such as random state or a data cursor.
+
+In a checkpoint the value of rank r under the name ``rng`` is the Python object ``rng.__rank_<r>__``: a tuple of
+one, since planners flatten dicts and lists but never tuples. So any planner carries it, and none deduplicates it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+_NAME = re.compile(r"(?P<fqn>.+)\.__rank_(?P<rank>\d+)__")
+
+Reshard = Callable[[list[Any], int, int], Any]
+"""(values of all saving ranks in rank order, this rank, world size now) -> this rank's value."""
+
+
+class PerRank:
+    """A value of this rank alone: never deduplicated, given back to the same rank.
+
+    Loaded at the world size it was saved at, ``.value`` becomes this rank's own saved value. At another one
+    ``reshard(values, rank, world_size)`` is called with the values of all saving ranks in rank order and returns
+    this rank's; without it the load is refused, since no rule for splitting or merging is right for all values.
+    """
+
+    def __init__(self, value: Any, reshard: Reshard | None = None) -> None:
+        self.value = value
+        self.reshard = reshard
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+def per_rank_key(rank: int) -> str:
+    return f"__rank_{rank}__"
+
+
+def is_per_rank_name(fqn: str) -> bool:
+    """Whether ``fqn`` names one rank's value in a checkpoint."""
+    return _NAME.fullmatch(fqn) is not None
+
+
+def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
+    """How many ranks saved each per-rank value, by its name."""
+    world_sizes: dict[str, int] = {}
+    for fqn in fqns:
+        match = _NAME.fullmatch(fqn)
+        if match:
+            name = match["fqn"]
+            world_sizes[name] = max(world_sizes.get(name, 0), int(match["rank"]) + 1)
+    return world_sizes
+
+
+def with_per_rank_items(state: Any, rank: int) -> Any:
+    """``state`` with each ``PerRank`` as a one-entry dict under this rank's key; other values are the same objects."""
+    if isinstance(state, PerRank):
+        return {per_rank_key(rank): (state.value,)}
+    if isinstance(state, Mapping):
+        changed = {key: with_per_rank_items(value, rank) for key, value in state.items()}
+        return changed if any(changed[key] is not state[key] for key in state) else state
+    if isinstance(state, list):
+        entries = [with_per_rank_items(value, rank) for value in state]
+        return entries if any(a is not b for a, b in zip(entries, state, strict=True)) else state
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    container: MutableMapping[Any, Any] | MutableSequence[Any]
+    key: Any
+    fqn: str
+    wanted: PerRank
+
+
+class PerRankTemplate:
+    """The ``PerRank`` values of a template, for one load at ``rank`` of ``world_size``."""
+
+    def __init__(self, template: dict[str, Any], rank: int, world_size: int) -> None:
+        self._slots = list(_find(template, ""))
+        self._rank = rank
+        self._world_size = world_size
+
+    def problems(self, saved_names: Iterable[str]) -> list[str]:
+        """What keeps these values from being loaded, a line each."""
+        saved = per_rank_world_sizes(saved_names)
+        return [
+            f"{slot.fqn}: saved by {saved[slot.fqn]} ranks, loading on {self._world_size}: "
+            "pass PerRank(..., reshard=function(values, rank, world_size)) to say what each rank gets"
+            for slot in self._slots
+            if slot.fqn in saved and saved[slot.fqn] != self._world_size and slot.wanted.reshard is None
+        ]
+
+    @contextmanager
+    def expanded(self, saved_names: Iterable[str]) -> Iterator[None]:
+        """Within the block each value is the dict of per-rank items it needs; after it, the ``PerRank`` again.
+
+        Items that were filled in become its ``.value``; a block left by an exception changes nothing.
+        """
+        saved = per_rank_world_sizes(saved_names)
+        places: list[dict[str, tuple[Any, ...]]] = [
+            dict.fromkeys(self._keys_needed(saved.get(slot.fqn)), ()) for slot in self._slots
+        ]
+        for slot, place in zip(self._slots, places, strict=True):
+            slot.container[slot.key] = place
+        try:
+            yield
+        finally:
+            for slot in self._slots:
+                slot.container[slot.key] = slot.wanted
+        for slot, place in zip(self._slots, places, strict=True):
+            if all(place.values()):
+                slot.wanted.value = self._own_value(slot, [value[0] for value in place.values()], saved[slot.fqn])
+
+    def _keys_needed(self, saved_world_size: int | None) -> list[str]:
+        if saved_world_size is None or saved_world_size == self._world_size:
+            return [per_rank_key(self._rank)]
+        return [per_rank_key(rank) for rank in range(saved_world_size)]
+
+    def _own_value(self, slot: _Slot, values: list[Any], saved_world_size: int) -> Any:
+        if saved_world_size == self._world_size:
+            return values[0]
+        assert slot.wanted.reshard is not None, "problems() refuses this before anything is read"
+        return slot.wanted.reshard(values, self._rank, self._world_size)
+
+
+def _find(container: Any, prefix: str) -> Iterator[_Slot]:
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(container, MutableMapping):
+        entries = list(container.items())
+    elif isinstance(container, MutableSequence):
+        entries = list(enumerate(container))
+    for key, value in entries:
+        fqn = f"{prefix}{key}"
+        if isinstance(value, PerRank):
+            yield _Slot(container, key, fqn, value)
+        else:
+            yield from _find(value, f"{fqn}.")

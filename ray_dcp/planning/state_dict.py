@@ -1,0 +1,94 @@
+"""The state dict that a rank hands over: ``Stateful`` objects asked, and Python values pickled once.
+
+``StatePlanner`` is the save planner where the user gives none. It pickles the Python objects of the local plan
+while planning, so that a value that cannot be pickled is found before any rank writes a byte.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ray_dcp.errors import StateDictError
+from ray_dcp.planning.per_rank import with_per_rank_items
+
+
+def collect_state(state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """The plain state of ``state_dict``: each ``Stateful`` replaced by its ``state_dict()``.
+
+    Raises ``StateDictError`` for anything but a dict.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f"state_dict is a {type(state_dict).__name__}; pass a dict of names to values")
+    collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+    return dict(with_per_rank_items(collected, rank))
+
+
+class StatePlanner(DefaultSavePlanner):
+    """torch's default planner, with Python objects pickled (and so frozen) when the local plan is made."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._pickled: dict[str, bytes] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._pickled = {}
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        problems = []
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                try:
+                    self._pickled[item.index.fqn] = _pickle(self.lookup_object(item.index))
+                except (pickle.PickleError, TypeError, AttributeError, RecursionError, NotImplementedError) as error:
+                    kind = type(self.state_dict[item.index.fqn]).__name__
+                    problems.append(f"{item.index.fqn}: a {kind} that cannot be pickled: {error}")
+        if problems:
+            raise StateDictError("the state dict holds values that cannot be saved", problems)
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._pickled[write_item.index.fqn])
+        return super().resolve_data(write_item)
+
+
+def _pickle(value: Any) -> bytes:
+    """As torch's default planner stores a Python object."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def without_plan_cache(planner: Any) -> Any:
+    """``planner`` with torch's plan cache off.
+
+    That cache lives in class attributes of one process and ignores dtypes; here the global plan is made in another
+    process, so a cached plan would stand for nothing. Correctness first: every save plans anew.
+    """
+    if getattr(planner, "_enable_plan_caching", False):
+        planner._enable_plan_caching = False
+    return planner
+
+
+def unbound(planner: Any) -> Any:
+    """A shallow copy of a planner without what an earlier save bound to it (its state dict and plans)."""
+    bound = {"state_dict", "plan", "global_plan", "metadata", "_pickled", "original_state_dict"}
+    copied = object.__new__(type(planner))
+    copied.__dict__.update({name: value for name, value in vars(planner).items() if name not in bound})
+    return copied
+
+
+__all__ = ["StatePlanner", "collect_state", "unbound", "without_plan_cache"]

@@ -1,0 +1,201 @@
+"""Filling a template: the load planner that ray_dcp uses where the user gives none.
+
+It differs from torch's default in three ways, each a fault users have met: it checks everything before anything is
+copied and names all of it at once; it puts a Python value back under the key it came from (torch's writes the value
+of an integer key beside it, as a string); it unpickles with an allow-list.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.tensor import DTensor
+
+from ray_dcp.planning.per_rank import is_per_rank_name
+
+LoadPython = Callable[[io.BytesIO, str], Any]
+"""(stored bytes, fqn) -> the value, or an error of ray_dcp."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateCheck:
+    """How a rank's template compares with a checkpoint. All lists are sorted."""
+
+    wanted: tuple[str, ...]
+    """Names that are in both."""
+    missing: tuple[str, ...]
+    """Names that the checkpoint lacks."""
+    unexpected: tuple[str, ...]
+    """Names that this rank's template lacks."""
+    problems: tuple[str, ...]
+    """One line for each shape, kind or dtype that differs, and each region that no stored chunk covers."""
+
+
+class TemplatePlanner(DefaultLoadPlanner):
+    """Plans reads into a template and checks it; ``create_local_plan`` leaves out what the checkpoint lacks."""
+
+    def __init__(self, *, load_python: LoadPython, cast: bool = False, flatten_state_dict: bool = True) -> None:
+        super().__init__(flatten_state_dict=flatten_state_dict, allow_partial_load=True)
+        self._load_python = load_python
+        self._cast = cast
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        self.state_dict, self.mappings = self._flatten(state_dict, metadata)
+
+    def check(self, plan: LoadPlan) -> TemplateCheck:
+        """Compare the template with the checkpoint; ``plan`` is this planner's local plan."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        problems: list[str] = []
+        for fqn in sorted(self.state_dict.keys() & saved.keys()):
+            problems += _value_problems(fqn, self.state_dict[fqn], saved[fqn], self._cast)
+        problems += _uncovered_regions(plan, self._fitting())
+        return TemplateCheck(
+            wanted=tuple(sorted(self.state_dict.keys() & saved.keys())),
+            missing=tuple(sorted(self.state_dict.keys() - saved.keys())),
+            unexpected=tuple(sorted(fqn for fqn in saved.keys() - self.state_dict.keys() if not is_per_rank_name(fqn))),
+            problems=tuple(problems),
+        )
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        return create_default_local_load_plan(self._fitting(), self.metadata, strict=False)
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Give memory to the meta tensors that will be filled: only now, when all checks have passed."""
+        for fqn in {item.dest_index.fqn for item in new_plan.items}:
+            value = self.state_dict.get(fqn)
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                self._replace(fqn, _with_memory(value))
+        return new_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        fqn = read_item.dest_index.fqn
+        self._replace(fqn, self._load_python(value, fqn))
+
+    def _fitting(self) -> dict[str, Any]:
+        """The values of the template that can be planned at all: of the kind and shape of the stored ones."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        return {
+            fqn: value
+            for fqn, value in self.state_dict.items()
+            if fqn in saved and not _value_problems(fqn, value, saved[fqn], cast=True)
+        }
+
+    def _replace(self, fqn: str, value: Any) -> None:
+        self.state_dict[fqn] = value
+        if self.flatten_state_dict:
+            set_at(self.original_state_dict, self.mappings[fqn], value)
+
+    def _flatten(self, state_dict: dict[str, Any], metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
+        if not self.flatten_state_dict:
+            return state_dict, {}
+        flat, paths = flatten_state_dict(state_dict)
+        lacking = flat.keys() - metadata.state_dict_metadata.keys()
+        if lacking and not metadata.version:
+            # torch before 2.4 kept containers without tensors whole, under the container's own name.
+            old_flat: dict[str, Any] = {}
+            old_paths: dict[str, Any] = {}
+
+            def visit(path: tuple[str | int, ...], value: object) -> None:
+                fqn = ".".join(map(str, path))
+                old_flat[fqn], old_paths[fqn] = value, path
+
+            traverse_state_dict_v_2_3(state_dict, visit)
+            if (old_flat.keys() - flat.keys()) & metadata.state_dict_metadata.keys():
+                return old_flat, old_paths
+        return flat, paths
+
+
+def set_at(container: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Put ``value`` at ``path`` of nested dicts and lists; a string names the key that prints as it."""
+    for part in path[:-1]:
+        container = container[_own_key(container, part)]
+    container[_own_key(container, path[-1])] = value
+
+
+def _own_key(container: Any, part: str | int) -> Any:
+    if not isinstance(container, Mapping) or part in container:
+        return part
+    return next((key for key in container if str(key) == part), part)
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, shape=tensor.size(), stride=tensor.stride(), run_check=False
+    )
+
+
+def _value_problems(fqn: str, value: Any, saved: TensorStorageMetadata | BytesStorageMetadata, cast: bool) -> list[str]:
+    if isinstance(saved, BytesStorageMetadata):
+        if isinstance(value, torch.Tensor):
+            return [f"{fqn}: the checkpoint holds a Python object, the template a tensor"]
+        return []
+    if not isinstance(value, torch.Tensor):
+        return [f"{fqn}: the checkpoint holds a tensor, the template a {type(value).__name__}"]
+    problems = []
+    if value.size() != saved.size:
+        problems.append(f"{fqn}: the checkpoint has shape {tuple(saved.size)}, the template {tuple(value.size())}")
+    if value.dtype != saved.properties.dtype and not cast:
+        problems.append(
+            f"{fqn}: the checkpoint has dtype {saved.properties.dtype}, the template {value.dtype} (cast=True converts)"
+        )
+    return problems
+
+
+def _uncovered_regions(plan: LoadPlan, flat: Mapping[str, Any]) -> list[str]:
+    """A line for each region of the template that the planned reads do not fill exactly once."""
+    filled: dict[tuple[str, torch.Size | None], int] = defaultdict(int)
+    for item in plan.items:
+        filled[item.dest_index.fqn, item.dest_index.offset] += math.prod(item.lengths)
+    problems = []
+    for fqn, value in flat.items():
+        if not isinstance(value, torch.Tensor) or _holds_nothing(value):
+            continue
+        for chunk in _create_chunk_list(value):
+            missing = math.prod(chunk.sizes) - filled[fqn, chunk.offsets]
+            if missing:
+                problems.append(_region_problem(fqn, chunk, missing))
+    return problems
+
+
+def _holds_nothing(value: torch.Tensor) -> bool:
+    return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
+
+
+def _region_problem(fqn: str, chunk: ChunkStorageMetadata, missing: int) -> str:
+    region = f"region of shape {tuple(chunk.sizes)} at offsets {tuple(chunk.offsets)}"
+    if missing < 0:
+        return f"{fqn}: stored chunks overlap within the {region}, so its values are ambiguous"
+    return f"{fqn}: no stored chunk covers {missing} of {math.prod(chunk.sizes)} elements of the {region}"
+
+
+__all__ = ["TemplateCheck", "TemplatePlanner", "set_at"]

@@ -1,0 +1,224 @@
+"""``RankPool``: an elastic set of rank actors, for people without TorchTrainer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ray_dcp.cluster.coordinator_actor import ensure_coordinator
+from ray_dcp.cluster.group import RankGroup
+from ray_dcp.errors import ConfigError, GroupError, NotEnoughResourcesError, RankLostError
+
+_PLACEMENT_TIMEOUT_S = 15.0
+"""Resources that are free now are placed in milliseconds; what takes this long is not there."""
+_START_TIMEOUT_S = 300.0
+_LAST_WORDS_S = 2.0
+"""When one rank is lost: how long the others have to show that they are, too."""
+
+
+class RankPool:
+    """As many rank actors of one class as fit on the cluster, joined to one group.
+
+    ``ActorClass`` is a plain class or a ``ray.remote`` one. Each actor joins the group before its constructor runs, so
+    ``ray_dcp.current_group()`` gives its rank there already. ``resources_per_rank`` are Ray resources: "CPU", "GPU",
+    "memory" or custom ones. Usable as ``with RankPool(...) as pool:``, which starts and shuts it down.
+    """
+
+    def __init__(
+        self,
+        ActorClass: type | Any,
+        *args: Any,
+        name: str | None = None,
+        min_ranks: int = 1,
+        max_ranks: int = 8,
+        resources_per_rank: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not 1 <= min_ranks <= max_ranks:
+            raise ConfigError("min_ranks", f"{min_ranks} is not between 1 and max_ranks = {max_ranks}")
+        resources = dict(resources_per_rank if resources_per_rank is not None else {"CPU": 1})
+        if not resources or any(amount < 0 for amount in resources.values()) or not any(resources.values()):
+            raise ConfigError("resources_per_rank", f"{resources} asks for nothing; give what one rank needs")
+        self.name = name or f"pool-{uuid.uuid4().hex[:8]}"
+        self.min_ranks = min_ranks
+        self.max_ranks = max_ranks
+        self.resources_per_rank = resources
+        self._rank_class = _rank_class(ActorClass)
+        self._args = args
+        self._kwargs = kwargs
+        self._placement: PlacementGroup | None = None
+        self._actors: list[Any] = []
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the pool now; 0 when it is not started."""
+        return len(self._actors)
+
+    @property
+    def actors(self) -> Sequence[Any]:
+        """Handles, in rank order."""
+        return tuple(self._actors)
+
+    def start(self) -> int:
+        """Start as many ranks as fit now, ``min_ranks`` to ``max_ranks``; return how many, all joined and built.
+
+        Raises ``NotEnoughResourcesError``, or what a rank's constructor raised.
+        """
+        if self._actors:
+            raise GroupError("the pool is started already; use restart() to re-form it", group=self.name)
+        ensure_coordinator(self.name)
+        self._placement = self._place()
+        world_size = self._placement.bundle_count
+        self._actors = [self._start_rank(rank, world_size) for rank in range(world_size)]
+        try:
+            self._collect([actor.ray_dcp_rank.remote() for actor in self._actors], timeout_s=_START_TIMEOUT_S)
+        except BaseException:
+            self.shutdown()
+            raise
+        return world_size
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``method`` on every rank; results in rank order.
+
+        Raises what a rank's method raised, or ``RankLostError`` naming the ranks that died; ``restart`` then.
+        """
+        if not self._actors:
+            raise GroupError("the pool is not started", group=self.name)
+        return self._collect([getattr(actor, method).remote(*args, **kwargs) for actor in self._actors])
+
+    def restart(self) -> int:
+        """Re-form on what is there now: new processes, a new generation; return how many ranks."""
+        self._stop_ranks()
+        return self.start()
+
+    def shutdown(self) -> None:
+        """Stop all ranks and the coordinator. Idempotent."""
+        self._stop_ranks()
+        try:
+            ray.kill(ray.get_actor(f"coordinator/{self.name}", namespace="ray_dcp"))
+        except ValueError:
+            return  # it has ended already
+
+    def __enter__(self) -> RankPool:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def _place(self) -> PlacementGroup:
+        """Room for as many ranks as fit, taken."""
+        num_ranks = min(self._num_fitting(), self.max_ranks)
+        while num_ranks >= self.min_ranks:
+            placement = placement_group([self.resources_per_rank] * num_ranks, strategy="SPREAD")
+            if placement.wait(_PLACEMENT_TIMEOUT_S):
+                return placement
+            remove_placement_group(placement)
+            num_ranks -= 1
+        raise NotEnoughResourcesError(
+            group=self.name,
+            min_ranks=self.min_ranks,
+            fit=num_ranks,
+            resources_per_rank=self.resources_per_rank,
+        )
+
+    def _num_fitting(self) -> int:
+        """How many ranks the free resources of all live nodes have room for."""
+        needed = {name: amount for name, amount in self.resources_per_rank.items() if amount}
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        free_by_node = ray._private.state.available_resources_per_node()
+        return sum(
+            min(int(free.get(name, 0.0) / amount + 1e-9) for name, amount in needed.items())
+            for node_id, free in free_by_node.items()
+            if node_id in alive
+        )
+
+    def _start_rank(self, rank: int, world_size: int) -> Any:
+        resources = dict(self.resources_per_rank)
+        return (
+            ray.remote(self._rank_class)
+            .options(
+                num_cpus=resources.pop("CPU", 0),
+                num_gpus=resources.pop("GPU", 0),
+                memory=resources.pop("memory", None),
+                resources=resources,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
+            )
+            .remote(_Place(self.name, rank, world_size), *self._args, **self._kwargs)
+        )
+
+    def _collect(self, references: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        pending = list(references)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=timeout_s)
+            if not done:
+                raise GroupError(f"{len(pending)} ranks were not up after {timeout_s:g} s", group=self.name)
+            self._require_done(done[0], references)
+        return ray.get(list(references))
+
+    def _require_done(self, reference: Any, references: Sequence[Any]) -> None:
+        try:
+            ray.get(reference)
+        except RayActorError as error:
+            raise RankLostError(group=self.name, lost=self._lost(references)) from error
+        except RayTaskError as error:
+            lost = self._lost(references)
+            if lost:  # what a rank raises because another one died is only the consequence
+                raise RankLostError(group=self.name, lost=lost) from error
+            raise
+
+    def _lost(self, references: Sequence[Any]) -> dict[int, str]:
+        ray.wait(list(references), num_returns=len(references), timeout=_LAST_WORDS_S)
+        lost = {}
+        for rank, actor in enumerate(self._actors):
+            try:
+                ray.get(actor.__ray_ready__.remote(), timeout=_LAST_WORDS_S)
+            except RayActorError as error:
+                lost[rank] = str(error).strip().splitlines()[0]
+            except (GetTimeoutError, RayTaskError):
+                continue  # busy, so alive
+        return lost
+
+    def _stop_ranks(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+
+class _Place:
+    """A rank's place in its group, on its way to the actor."""
+
+    def __init__(self, group: str, rank: int, world_size: int) -> None:
+        self.group = group
+        self.rank = rank
+        self.world_size = world_size
+
+
+def _rank_class(ActorClass: Any) -> type:
+    """The user's class, joining its group before its constructor runs."""
+    metadata = getattr(ActorClass, "__ray_metadata__", None)
+    user_class: Any = metadata.modified_class if metadata is not None else ActorClass
+    if not isinstance(user_class, type):
+        raise ConfigError("ActorClass", f"{ActorClass!r} is no class")
+
+    class Rank(user_class):
+        def __init__(self, place: _Place, *args: Any, **kwargs: Any) -> None:
+            self._ray_dcp_group = RankGroup.join(
+                place.group, rank=place.rank, world_size=place.world_size, timeout_s=_START_TIMEOUT_S
+            )
+            super().__init__(*args, **kwargs)
+
+        def ray_dcp_rank(self) -> int:
+            return self._ray_dcp_group.rank
+
+    Rank.__name__ = Rank.__qualname__ = user_class.__name__
+    return Rank

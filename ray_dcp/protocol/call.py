@@ -1,0 +1,129 @@
+"""A rank's end of one save, load or barrier.
+
+A *call* is what a rank holds while it takes part. ``exchange`` sends this rank's part of a phase and returns its
+answer once all ranks have sent theirs. The first failure anywhere ends the call for every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
+
+from ray_dcp.errors import CoordinatorLostError, GroupError
+from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
+from ray_dcp.protocol.sessions import SESSIONS
+from ray_dcp.protocol.wire import carry
+
+
+class Call(Protocol):
+    """One rank's end of one call. Used by one thread at a time."""
+
+    rank: int
+    world_size: int
+    kind: str
+    checkpoint_id: str
+
+    def exchange(self, phase: str, part: Any) -> Any:
+        """Send this rank's part, return its answer. Raises ``CheckpointException`` when the call fails anywhere."""
+        ...
+
+    def report(self, failure: RankFailure) -> None:
+        """Tell the others that this rank has failed; never raises."""
+        ...
+
+    def carry(self, role: str, user_object: Any) -> Any:
+        """``user_object`` in the form in which the coordinator's half takes it."""
+        ...
+
+
+@contextmanager
+def phase(call: Call, name: str) -> Iterator[None]:
+    """What fails in the block fails the call, everywhere, as this rank's failure in phase ``name``.
+
+    Leaves by ``CheckpointException``, or by the original where it asks the process to end.
+    """
+    try:
+        yield
+    except CheckpointException:
+        raise
+    except BaseException as error:
+        failure = RankFailure.from_exception(error, rank=call.rank, phase=name)
+        call.report(failure)
+        if not isinstance(error, Exception | TorchCheckpointException):
+            raise  # KeyboardInterrupt, SystemExit: the others know, this process ends
+        raise CheckpointException(call.kind, call.checkpoint_id, [failure]) from error
+
+
+class SoloCall:
+    """The only rank of a call: the coordinator's half runs in place, nothing is pickled, no Ray is needed."""
+
+    def __init__(self, kind: str, checkpoint_id: str) -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.kind = kind
+        self.checkpoint_id = checkpoint_id
+        self._session = SESSIONS[kind]()
+
+    def exchange(self, phase: str, part: Any) -> Any:
+        try:
+            (answer,) = self._session.step(phase, [part])
+        except (Exception, TorchCheckpointException) as error:
+            failure = RankFailure.from_exception(error, rank=COORDINATOR, phase=coordinator_phase(self.kind, phase))
+            raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from error
+        return answer
+
+    def report(self, failure: RankFailure) -> None:
+        """There is nobody else."""
+
+    def carry(self, role: str, user_object: Any) -> Any:
+        return user_object
+
+
+class RemoteCall:
+    """One rank of several: parts travel to the coordinator as messages.
+
+    ``send(phase, message)`` returns the coordinator's answer or raises; ``tell`` delivers a failure.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        kind: str,
+        checkpoint_id: str,
+        send: Callable[[str, Any], Any],
+        tell: Callable[[RankFailure], None],
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.kind = kind
+        self.checkpoint_id = checkpoint_id
+        self._send = send
+        self._tell = tell
+
+    def exchange(self, phase: str, part: Any) -> Any:
+        try:
+            return self._send(phase, part)
+        except GroupError as error:
+            rank = COORDINATOR if isinstance(error, CoordinatorLostError) else self.rank
+            failure = RankFailure.from_exception(error, rank=rank, phase=phase)
+            raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from error
+
+    def report(self, failure: RankFailure) -> None:
+        try:
+            self._tell(failure)
+        except GroupError:
+            # The coordinator is gone, so nobody waits there for this rank; the failure itself is raised here.
+            return
+
+    def carry(self, role: str, user_object: Any) -> Any:
+        return carry(role, user_object)
+
+
+def coordinator_phase(kind: str, phase: str) -> str:
+    """The name of what the coordinator does when all parts of ``phase`` are there."""
+    return "commit" if (kind, phase) == ("save", "write") else phase

@@ -1,0 +1,239 @@
+"""A rank's half of a load::
+
+    ==open==> checkpoint -> template -> local plan + check ==plan==> final plan -> read ==read==> restore ==restore==>
+
+Everything that may be wrong with the template is found before ``==plan==`` is answered, so before a byte is copied.
+Tensors are filled in place while reading; Python values are put in place, and ``load_state_dict`` is called, only when
+every rank has all its bytes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+
+from ray_dcp.dcp_io.metadata_file import decode_python
+from ray_dcp.dcp_io.store_reader import OpenedCheckpoint, StoreReader
+from ray_dcp.errors import ConfigError, StateDictError
+from ray_dcp.planning.per_rank import PerRankTemplate
+from ray_dcp.planning.state_dict import unbound
+from ray_dcp.planning.template import TemplateCheck, TemplatePlanner
+from ray_dcp.protocol.call import Call, phase
+from ray_dcp.protocol.sessions import LoadContribution, OpenContribution
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did on this rank. Lists of names are sorted."""
+
+    checkpoint_id: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Names of the template that the checkpoint lacks; they kept their values."""
+    unexpected: tuple[str, ...]
+    """Names of the checkpoint that no rank's template has."""
+    nbytes_read: int
+    """From storage, by this rank."""
+    nbytes_loaded: int
+    """Into this rank's template."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What the user asks of this rank."""
+
+    state_dict: dict[str, Any]
+    checkpoint_id: str
+    reader: StorageReader
+    planner: LoadPlanner
+    strict: bool | str
+    trusted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The state dict to fill, with ``Stateful`` objects asked for theirs."""
+
+    values: dict[str, Any]
+    per_rank: PerRankTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedLoad:
+    plan: LoadPlan
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def default_load_planner(planner: LoadPlanner | None, *, cast: bool, trusted: bool, checkpoint_id: str) -> LoadPlanner:
+    """The planner to use: the user's own, or ray_dcp's in place of torch's plain default."""
+
+    def load_python(content: io.BytesIO, fqn: str) -> Any:
+        return decode_python(content, file=checkpoint_id, fqn=fqn, trusted=trusted)
+
+    if planner is None:
+        return TemplatePlanner(load_python=load_python, cast=cast)
+    if type(planner) is DefaultLoadPlanner:
+        return TemplatePlanner(load_python=load_python, cast=cast, flatten_state_dict=planner.flatten_state_dict)
+    return planner
+
+
+def load(request: LoadRequest, call: Call) -> LoadReport:
+    """Fill this rank's template; returns when every rank has all of its state.
+
+    Raises ``CheckpointException``. A template that does not fit is untouched.
+    """
+    metadata = _open(request, call)
+    template = _collect_template(request, call)
+    with phase(call, "read"), template.per_rank.expanded(metadata.state_dict_metadata):
+        planned = _plan(request, template, metadata, call)
+        python_values = _read(request, planned, call)
+        _put_python_values(request, python_values)
+    _restore(request, template, call)
+    return _report(request, planned)
+
+
+def _open(request: LoadRequest, call: Call) -> Metadata:
+    """The checkpoint's metadata: read once for all ranks, or by a user's reader as it does under torch."""
+    with phase(call, "open"):
+        if request.strict not in (True, False, "exact"):
+            raise ConfigError("strict", f'{request.strict!r} is none of True, False and "exact"')
+        own_reader = isinstance(request.reader, StoreReader)
+        opened: OpenedCheckpoint | None = call.exchange("open", OpenContribution(request.checkpoint_id, own_reader))
+        if opened is not None and isinstance(request.reader, StoreReader):
+            request.reader.adopt(opened)
+        return request.reader.read_metadata()
+
+
+def _collect_template(request: LoadRequest, call: Call) -> _Template:
+    with phase(call, "collect"):
+        if not isinstance(request.state_dict, dict):
+            raise StateDictError(f"state_dict is a {type(request.state_dict).__name__}; pass the dict to fill")
+        values = {
+            key: value.state_dict() if isinstance(value, Stateful) else value
+            for key, value in request.state_dict.items()
+        }
+        return _Template(values, PerRankTemplate(values, call.rank, call.world_size))
+
+
+def _plan(request: LoadRequest, template: _Template, metadata: Metadata, call: Call) -> _PlannedLoad:
+    """Agree with all ranks on who reads what, all templates checked."""
+    with phase(call, "plan"):
+        is_coordinator = call.rank == 0
+        carried = _carried(request, call) if is_coordinator else ()
+        local_plan = _plan_locally(request, template, metadata, call)
+        check = request.planner.check(local_plan) if isinstance(request.planner, TemplatePlanner) else None
+        problems = tuple(template.per_rank.problems(metadata.state_dict_metadata))
+        part = LoadContribution(local_plan, check, request.strict, problems, *carried)
+        final, unexpected = call.exchange("plan", part)
+        plan = request.planner.finish_plan(final)
+    return _planned(plan, check, unexpected)
+
+
+def _plan_locally(request: LoadRequest, template: _Template, metadata: Metadata, call: Call) -> LoadPlan:
+    planner, reader, is_coordinator = request.planner, request.reader, call.rank == 0
+    planner.set_up_planner(template.values, metadata, is_coordinator)
+    kwargs = {"rank": call.rank, "use_collectives": True}
+    if "kwargs" not in inspect.signature(reader.set_up_storage_reader).parameters:
+        kwargs = {}
+    reader.set_up_storage_reader(metadata, is_coordinator, **kwargs)
+    return reader.prepare_local_plan(planner.create_local_plan())
+
+
+def _carried(request: LoadRequest, call: Call) -> tuple[Any, Any]:
+    """Planner and reader for the coordinator; ray_dcp's own have no global step, so torch's default stands in."""
+    planner = DefaultLoadPlanner() if isinstance(request.planner, TemplatePlanner) else unbound(request.planner)
+    reader = StoreReader() if isinstance(request.reader, StoreReader) else request.reader
+    return call.carry("planner", planner), call.carry("storage_reader", reader)
+
+
+def _planned(plan: LoadPlan, check: TemplateCheck | None, unexpected: tuple[str, ...]) -> _PlannedLoad:
+    if check is None:
+        loaded = tuple(sorted({item.dest_index.fqn for item in plan.items}))
+        return _PlannedLoad(plan, loaded, (), unexpected)
+    return _PlannedLoad(plan, check.wanted, check.missing, unexpected)
+
+
+def _read(request: LoadRequest, planned: _PlannedLoad, call: Call) -> list[tuple[ReadItem, io.BytesIO]]:
+    """Fill the tensors; the Python values are kept back until every rank has read all of its own."""
+    planner: LoadPlanner = request.planner
+    kept_back: list[tuple[ReadItem, io.BytesIO]] = []
+    if isinstance(request.reader, StoreReader):
+        planner = _PythonValuesLater(request.planner, kept_back)
+    request.reader.read_data(planned.plan, planner).wait()
+    if not request.trusted and not isinstance(request.planner, TemplatePlanner):
+        for item, content in kept_back:
+            decode_python(
+                io.BytesIO(content.getvalue()), file=request.checkpoint_id, fqn=item.dest_index.fqn, trusted=False
+            )
+    call.exchange("read", None)
+    return kept_back
+
+
+def _put_python_values(request: LoadRequest, python_values: list[tuple[ReadItem, io.BytesIO]]) -> None:
+    for item, content in python_values:
+        request.planner.load_bytes(item, content)
+
+
+def _restore(request: LoadRequest, template: _Template, call: Call) -> None:
+    with phase(call, "restore"):
+        for key, loaded in template.values.items():
+            target = request.state_dict[key]
+            if isinstance(target, Stateful):
+                target.load_state_dict(loaded)
+            else:
+                request.state_dict[key] = loaded
+        call.exchange("restore", None)
+
+
+def _report(request: LoadRequest, planned: _PlannedLoad) -> LoadReport:
+    reader = request.reader
+    return LoadReport(
+        checkpoint_id=request.checkpoint_id,
+        loaded=planned.loaded,
+        missing=planned.missing,
+        unexpected=planned.unexpected,
+        nbytes_read=reader.nbytes_read if isinstance(reader, StoreReader) else 0,
+        nbytes_loaded=reader.nbytes_loaded if isinstance(reader, StoreReader) else 0,
+    )
+
+
+class _PythonValuesLater(LoadPlanner):
+    """The planner as the reader sees it: tensors go to the real one, Python values are kept for later."""
+
+    def __init__(self, planner: LoadPlanner, kept_back: list[tuple[ReadItem, io.BytesIO]]) -> None:
+        self._planner = planner
+        self._kept_back = kept_back
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self._kept_back.append((read_item, value))
+
+    def resolve_tensor(self, read_item: ReadItem) -> Any:
+        return self._planner.resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
+        self._planner.commit_tensor(read_item, tensor)
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self._planner.set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> LoadPlan:
+        return self._planner.create_local_plan()
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return self._planner.create_global_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return self._planner.finish_plan(central_plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)

@@ -1,0 +1,116 @@
+"""Who is in a group: ranks gather, and when all are there they are a new generation."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from ray_dcp.errors import GroupError, RankConflictError, StaleGenerationError
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """One process that wants to be a rank."""
+
+    rank: int
+    world_size: int
+    member: str
+    """Names the process, unlike any other ever: a process that restarts is another member."""
+    incarnation: str | None = None
+    """Same for all processes started together (a TorchTrainer worker group); None where nobody says."""
+
+
+class Membership:
+    """The current generation of a group, and the one that is forming. Not thread-safe: the coordinator locks."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.generation = 0
+        self.world_size = 0
+        self.lost: dict[int, str] = {}
+        """Ranks of the current generation that are gone, and why."""
+        self._members: list[str] = []
+        self._forming: dict[int, tuple[JoinRequest, Future[int]]] = {}
+        self._incarnations: list[str] = []
+        """In the order in which they first came: an older one never comes back."""
+
+    def join(self, request: JoinRequest) -> Future[int]:
+        """Resolves to the new generation when the last rank has joined.
+
+        Raises ``RankConflictError`` where the request contradicts those already waiting.
+        """
+        self._supersede_older_incarnation(request)
+        self._require_no_conflict(request)
+        future: Future[int] = Future()
+        self._forming[request.rank] = (request, future)
+        if len(self._forming) == request.world_size:
+            self._form()
+        return future
+
+    def withdraw(self, request: JoinRequest) -> list[int]:
+        """Forget a waiting request; the ranks that had not joined."""
+        missing = sorted(set(range(request.world_size)) - self._forming.keys())
+        waiting = self._forming.get(request.rank)
+        if waiting is not None and waiting[0].member == request.member:
+            del self._forming[request.rank]
+        return missing
+
+    def lose(self, member: str, why: str) -> int | None:
+        """A process is gone; its rank if it was in the current generation."""
+        for rank, (request, future) in list(self._forming.items()):
+            if request.member == member:
+                del self._forming[rank]
+                future.cancel()
+        if member not in self._members:
+            return None
+        rank = self._members.index(member)
+        self.lost.setdefault(rank, why)
+        return rank
+
+    def member(self, rank: int) -> str:
+        return self._members[rank]
+
+    @property
+    def num_live(self) -> int:
+        return len(self._members) - len(self.lost) + len(self._forming)
+
+    def _form(self) -> None:
+        self.generation += 1
+        self.world_size = len(self._forming)
+        self.lost = {}
+        self._members = [self._forming[rank][0].member for rank in range(self.world_size)]
+        formed, self._forming = self._forming, {}
+        for _, future in formed.values():
+            future.set_result(self.generation)
+
+    def _supersede_older_incarnation(self, request: JoinRequest) -> None:
+        """Let a newer incarnation take the place of one that still waits; refuse a process that was left behind."""
+        if request.incarnation is None or request.incarnation in self._incarnations[-1:]:
+            return
+        stale = StaleGenerationError(group=self._name, generation=self.generation, current=self.generation + 1)
+        if request.incarnation in self._incarnations:
+            raise stale
+        self._incarnations.append(request.incarnation)
+        for _, future in self._forming.values():
+            future.set_exception(stale)
+        self._forming = {}
+
+    def _require_no_conflict(self, request: JoinRequest) -> None:
+        if not 0 <= request.rank < request.world_size:
+            raise GroupError(f"rank {request.rank} is not below world_size {request.world_size}", group=self._name)
+        waiting = self._forming.get(request.rank)
+        if waiting is not None and waiting[0].member != request.member:
+            raise RankConflictError(
+                f"two processes join as rank {request.rank}: {waiting[0].member} is waiting already, "
+                f"{request.member} was refused. Give each process a rank of its own",
+                group=self._name,
+                rank=request.rank,
+            )
+        for other, _ in self._forming.values():
+            if other.world_size != request.world_size:
+                raise RankConflictError(
+                    f"rank {request.rank} joins with world_size {request.world_size}, "
+                    f"rank {other.rank} ({other.member}) with {other.world_size}",
+                    group=self._name,
+                    rank=request.rank,
+                )

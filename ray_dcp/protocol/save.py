@@ -1,0 +1,194 @@
+"""A rank's half of a save::
+
+    state_dict -> collect -> local plan ==plan==> final plan -> [stage] -> write -> results ==write==> Metadata
+
+``==`` are the two exchanges with the coordinator. ``save`` does all of it; an asynchronous save does ``plan_save`` and
+``stage_save`` in the caller and ``write_save`` behind its back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from ray_dcp.planning.state_dict import StatePlanner, collect_state, unbound, without_plan_cache
+from ray_dcp.protocol.call import Call, phase
+from ray_dcp.protocol.failures import COORDINATOR, CheckpointException
+from ray_dcp.protocol.sessions import SaveContribution
+from ray_dcp.staging.copies import copy_to_host
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What the user asks of this rank."""
+
+    state_dict: Mapping[str, Any]
+    checkpoint_id: str
+    writer: StorageWriter
+    planner: SavePlanner
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedSave:
+    """A save whose final plan is known; nothing is written yet."""
+
+    plan: SavePlan
+    planner: SavePlanner
+    writer: StorageWriter
+
+
+@runtime_checkable
+class Abandons(Protocol):
+    """A writer that can take back what it wrote in a failed attempt."""
+
+    def abandon(self) -> None: ...
+
+
+def default_save_planner(planner: SavePlanner | None) -> SavePlanner:
+    """The planner to use: the user's own, or ray_dcp's in place of torch's plain default."""
+    if planner is None:
+        return StatePlanner()
+    if type(planner) is DefaultSavePlanner:
+        return StatePlanner(
+            flatten_state_dict=planner.flatten_state_dict,
+            flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        )
+    return planner
+
+
+def save(request: SaveRequest, call: Call) -> Metadata:
+    """Save this rank's part; returns when the checkpoint is committed and durable.
+
+    Raises ``CheckpointException``; what this rank wrote is then removed.
+    """
+    planned = plan_save(request, call)
+    return write_save(planned, call)
+
+
+def plan_save(request: SaveRequest, call: Call) -> PlannedSave:
+    """Collect the state and agree with all ranks on who writes what."""
+    with phase(call, "collect"):
+        state = collect_state(request.state_dict, call.rank)
+    with phase(call, "plan"):
+        contribution = _plan_locally(state, request, call)
+        final = call.exchange("plan", contribution)
+        plan = request.planner.finish_plan(final)
+    return PlannedSave(plan, request.planner, request.writer)
+
+
+def stage_save(planned: PlannedSave, call: Call) -> PlannedSave:
+    """Copy what this rank will write, and only that: afterwards the state dict may change."""
+    with phase(call, "stage"):
+        staged = {id(item): _staged(planned.planner.resolve_data(item)) for item in planned.plan.items}
+    return dataclasses.replace(planned, planner=_StagedPlanner(planned.planner, planned.plan, staged))
+
+
+def staged_by(stager: AsyncStager, request: SaveRequest, call: Call) -> SaveRequest:
+    """``request`` with its whole state dict staged by the user's stager."""
+    with phase(call, "collect"):
+        state = collect_state(request.state_dict, call.rank)
+    with phase(call, "stage"):
+        staged = stager.stage(state)
+        if isinstance(staged, Future):
+            staged = staged.result()
+        elif stager.should_synchronize_after_execute:
+            stager.synchronize_staging()
+    return dataclasses.replace(request, state_dict=staged)
+
+
+def write_save(planned: PlannedSave, call: Call) -> Metadata:
+    """Write this rank's items and wait for the commit."""
+    try:
+        with phase(call, "write"):
+            results = _write(planned)
+        return call.exchange("write", results)
+    except CheckpointException as error:
+        if _never_began_to_commit(error):
+            _abandon(planned.writer)
+        raise
+
+
+def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> SaveContribution:
+    is_coordinator = call.rank == 0
+    planner, writer = without_plan_cache(request.planner), request.writer
+    carried = (call.carry("planner", unbound(planner)), call.carry("storage_writer", writer)) if is_coordinator else ()
+    storage_meta = writer.storage_meta()
+    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+        planner.set_up_planner(state_dict=state, storage_meta=storage_meta, is_coordinator=is_coordinator)
+    else:
+        set_up: Any = planner.set_up_planner  # planners from before torch 2.3 know no storage_meta
+        set_up(state, is_coordinator)
+    kwargs = {"rank": call.rank, "use_collectives": True}
+    if "kwargs" not in inspect.signature(writer.set_up_storage_writer).parameters:
+        kwargs = {}
+    writer.set_up_storage_writer(is_coordinator, **kwargs)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    return SaveContribution(request.checkpoint_id, plan, *carried)
+
+
+def _write(planned: PlannedSave) -> list[WriteResult]:
+    written = planned.writer.write_data(planned.plan, planned.planner)
+    written.wait()
+    return written.value()
+
+
+def _never_began_to_commit(error: CheckpointException) -> bool:
+    """Whether the failure is some rank's own: then its results never arrived, and without them nothing is committed.
+
+    Where the coordinator failed or is gone, ``.metadata`` may have been put: the files must stay.
+    """
+    return all(failure.rank != COORDINATOR for failure in error.rank_failures)
+
+
+def _abandon(writer: StorageWriter) -> None:
+    if isinstance(writer, Abandons):
+        try:
+            writer.abandon()
+        except OSError:
+            # The save has failed for a reason of its own, and that is the one to tell. What stays behind is not
+            # part of any checkpoint.
+            return
+
+
+def _staged(value: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
+    return copy_to_host(value) if isinstance(value, torch.Tensor) else value
+
+
+class _StagedPlanner(SavePlanner):
+    """The planner of a staged save: resolves the copies, and is otherwise the user's."""
+
+    def __init__(self, planner: SavePlanner, plan: SavePlan, staged: Mapping[int, torch.Tensor | io.BytesIO]) -> None:
+        self._planner = planner
+        self._plan = plan  # keeps the items alive, by whose identity the copies are found
+        self._staged = staged
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a staged save is planned already")
+
+    def create_local_plan(self) -> SavePlan:
+        raise AssertionError("a staged save is planned already")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        raise AssertionError("a staged save is planned already")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        staged = self._staged.get(id(write_item))
+        return staged if staged is not None else self._planner.resolve_data(write_item)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)

@@ -1,0 +1,94 @@
+"""Several ranks in one process: threads that talk to a plain ``Coordinator``, as actors do through Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ray_dcp.api import absolute
+from ray_dcp.dcp_io.store_reader import StoreReader
+from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.protocol.call import RemoteCall
+from ray_dcp.protocol.coordinator import Coordinator
+from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner, load
+from ray_dcp.protocol.membership import JoinRequest
+from ray_dcp.protocol.save import SaveRequest, default_save_planner, save
+from ray_dcp.protocol.wire import CallId, decode, encode
+
+
+class ThreadRanks:
+    """``world_size`` ranks of one generation of a group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.coordinator = Coordinator("threads")
+        joins = [self.coordinator.join(JoinRequest(r, world_size, f"member-{r}")) for r in range(world_size)]
+        self.generation = joins[0].result(timeout=0)
+        self._num_calls = [0] * world_size
+
+    def call(self, rank: int, kind: str, checkpoint_id: str = "") -> RemoteCall:
+        call_id = CallId(self.generation, self._num_calls[rank], kind)
+        self._num_calls[rank] += 1
+
+        def send(phase: str, part: Any) -> Any:
+            return decode(self.coordinator.contribute(call_id, rank, phase, encode(part)).result(timeout=30))
+
+        return RemoteCall(
+            rank=rank,
+            world_size=self.world_size,
+            kind=kind,
+            checkpoint_id=checkpoint_id,
+            send=send,
+            tell=lambda failure: self.coordinator.fail(call_id, failure),
+        )
+
+    def run(self, on_rank: Callable[[int], Any]) -> list[Any]:
+        """What ``on_rank`` returns or raises on every rank, all at once, in rank order."""
+        with ThreadPoolExecutor(self.world_size) as threads:
+            futures = [threads.submit(on_rank, rank) for rank in range(self.world_size)]
+            return [future.exception(timeout=60) or future.result() for future in futures]
+
+    def save(self, state_of: Callable[[int], dict[str, Any]], checkpoint_id: Any, **options: Any) -> list[Any]:
+        """Save ``state_of(rank)`` on every rank; ``Metadata`` or error of each."""
+        return self.run(lambda rank: self.save_rank(rank, state_of(rank), checkpoint_id, **options))
+
+    def save_rank(
+        self, rank: int, state: dict[str, Any], checkpoint_id: Any, *, planner: Any = None, writer: Any = None
+    ) -> Metadata:
+        location = absolute(checkpoint_id)
+        request = SaveRequest(state, location, writer or StoreWriter(location), default_save_planner(planner))
+        return save(request, self.call(rank, "save", location))
+
+    def load(self, templates: list[dict[str, Any]], checkpoint_id: Any, **options: Any) -> list[Any]:
+        """Load into each rank's template; ``LoadReport`` or error of each."""
+        return self.run(lambda rank: self.load_rank(rank, templates[rank], checkpoint_id, **options))
+
+    def load_rank(
+        self,
+        rank: int,
+        template: dict[str, Any],
+        checkpoint_id: Any,
+        *,
+        planner: Any = None,
+        reader: Any = None,
+        strict: Any = True,
+        cast: bool = False,
+        trusted: bool = False,
+    ) -> LoadReport:
+        location = absolute(checkpoint_id)
+        load_planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location)
+        request = LoadRequest(
+            template, location, reader or StoreReader(location, trusted=trusted), load_planner, strict, trusted
+        )
+        return load(request, self.call(rank, "load", location))
+
+
+def require_no_errors(outcomes: list[Any]) -> list[Any]:
+    """``outcomes`` again; raises the first that is an error."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
