@@ -1,0 +1,60 @@
+"""What every worker of the TorchTrainer runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray.train
+import torch
+from ray.train.collective import broadcast_from_rank_zero
+from ray.train.torch import get_device
+
+import ray_dcp as dcp
+from elastic.board import Board, CheckpointSaved, StepDone, WorkerStarted
+from elastic.learner import Course, Learner
+from ray_dcp.train import report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What the workers are told."""
+
+    course: Course
+    board: Board
+    checkpoint_every: int
+    min_step_s: float
+    """A step takes at least this long, so that a fast machine does not finish before nodes come and go."""
+
+
+def train_and_checkpoint(config: dict[str, Any]) -> None:
+    """Resume from the newest committed checkpoint, train to the end of the course, checkpoint every few steps."""
+    torch.set_num_threads(1)
+    lesson: Lesson = config["lesson"]
+    course, board = lesson.course, lesson.board
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    learner = Learner(course, get_device(), rank=rank, world_size=world_size)
+    # Without a root it works in the run's experiment folder; the ranks find each other by themselves.
+    checkpoints = dcp.CheckpointManager(None)
+    if checkpoints.load({"learner": learner}) is None:
+        learner.start_afresh()
+    group = broadcast_from_rank_zero(os.urandom(4).hex())
+    node_id = ray.get_runtime_context().get_node_id()
+    board.pin(WorkerStarted(group, rank, world_size, node_id, os.getpid(), learner.step, time.time()))
+    while learner.step < course.num_steps:
+        started = time.monotonic()
+        loss = learner.train_one_step()
+        time.sleep(max(0.0, started + lesson.min_step_s - time.monotonic()))
+        if rank == 0:
+            board.pin(StepDone(group, world_size, learner.step, loss, time.time()))
+        if learner.step % lesson.checkpoint_every == 0 or learner.step == course.num_steps:
+            asked = time.monotonic()
+            info = checkpoints.save(learner.step, {"learner": learner}, metrics={"loss": loss})
+            if rank == 0:
+                seconds = time.monotonic() - asked
+                board.pin(CheckpointSaved(group, learner.step, info.checkpoint_id, seconds, time.time()))
+            report({"step": learner.step, "loss": loss, "world_size": world_size}, checkpoint=info)
+    checkpoints.close()
