@@ -9,11 +9,12 @@ from typing import Any
 from pyarrow import ArrowException
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
-from ray_dcp.errors import NotAFolderError, StoreError
+from ray_dcp.errors import NotAFolderError, ObjectNotFoundError, StoreError
 from ray_dcp.storage.chunks import chunk_bytes
 from ray_dcp.storage.failures import require_range, store_errors
 from ray_dcp.storage.keys import require_key, require_prefix
 from ray_dcp.storage.store import ObjectWriter, StoredObject
+from ray_dcp.storage.urls import shown_url
 
 _OBJECT_STORES = ("s3", "gcs")
 
@@ -29,28 +30,29 @@ class ArrowStore:
 
     def __init__(self, filesystem: FileSystem, base: str, *, url: str) -> None:
         self.url = url
+        self._shown = shown_url(url)
         self._files = filesystem
         self._base = base.rstrip("/")
 
     def __repr__(self) -> str:
-        return f"ArrowStore({self.url!r})"
+        return f"ArrowStore({self._shown!r})"
 
     def put(self, key: str, content: bytes) -> None:
-        require_key(key, url=self.url)
+        require_key(key, url=self._shown)
         with self._errors("put", key), self._open_output(key) as stream:
             stream.write(content)
 
     def put_new(self, key: str) -> AbstractContextManager[ObjectWriter]:
-        return self._put_new(require_key(key, url=self.url))
+        return self._put_new(require_key(key, url=self._shown))
 
     @contextmanager
     def _put_new(self, key: str) -> Iterator[ObjectWriter]:
         with self._errors("create", key):
             if self._files.get_file_info(self._path(key)).type != FileType.NotFound:
-                raise StoreError("cannot create: File exists", url=self.url, key=key)
+                raise StoreError("cannot create: File exists", url=self._shown, key=key)
             stream = self._open_output(key)
         try:
-            yield _StreamWriter(stream, url=self.url, key=key)
+            yield _StreamWriter(stream, url=self._shown, key=key)
             with self._errors("finish writing", key):
                 stream.close()
         except BaseException:
@@ -61,11 +63,11 @@ class ArrowStore:
             raise
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        require_key(key, url=self.url, sibling=True)
-        with self._errors("read", key), self._files.open_input_file(self._path(key)) as opened:
-            wanted = require_range(url=self.url, key=key, held=opened.size(), offset=offset, nbytes=nbytes)
+        require_key(key, url=self._shown, sibling=True)
+        with self._errors("read", key), self._open_input(key) as opened:
+            wanted = require_range(url=self._shown, key=key, held=opened.size(), offset=offset, nbytes=nbytes)
             content: bytes = opened.read_at(wanted, offset) if wanted else b""
-        require_range(url=self.url, key=key, held=offset + len(content), offset=offset, nbytes=wanted)
+        require_range(url=self._shown, key=key, held=offset + len(content), offset=offset, nbytes=wanted)
         return content
 
     def list(self, prefix: str = "") -> Sequence[StoredObject]:
@@ -82,7 +84,7 @@ class ArrowStore:
         return sorted(i.base_name for i in self._infos(prefix, recursive=False) if i.type == FileType.Directory)
 
     def delete(self, key: str) -> None:
-        require_key(key, url=self.url)
+        require_key(key, url=self._shown)
         with self._errors("delete", key), suppress(FileNotFoundError):
             self._files.delete_file(self._path(key))
 
@@ -92,7 +94,16 @@ class ArrowStore:
         return f"{self._base}/{key}" if key else self._base
 
     def _errors(self, doing: str, key: str) -> AbstractContextManager[None]:
-        return store_errors(doing, url=self.url, key=key, also=(ArrowException,))
+        return store_errors(doing, url=self._shown, key=key, also=(ArrowException,))
+
+    def _open_input(self, key: str) -> Any:
+        try:
+            return self._files.open_input_file(self._path(key))
+        except OSError as error:
+            in_a_file = isinstance(error, NotADirectoryError)
+            if in_a_file or self._files.get_file_info(self._path(key)).type == FileType.Directory:
+                raise ObjectNotFoundError("cannot read: not an object", url=self._shown, key=key) from error
+            raise
 
     def _open_output(self, key: str) -> Any:
         path = self._path(key)
@@ -102,7 +113,7 @@ class ArrowStore:
         return self._files.open_output_stream(path)
 
     def _infos(self, prefix: str, *, recursive: bool) -> Sequence[Any]:
-        prefix = require_prefix(prefix, url=self.url)
+        prefix = require_prefix(prefix, url=self._shown)
         folder = self._path(prefix)
         with self._errors("list", prefix):
             found: Sequence[Any] = self._files.get_file_info(
@@ -110,7 +121,7 @@ class ArrowStore:
             )
             # An object store finds nothing "below" an object, which is no error to it.
             if not found and self._files.get_file_info(folder).type == FileType.File:
-                raise NotAFolderError("a file lies where a folder should be", url=self.url, key=prefix)
+                raise NotAFolderError("a file lies where a folder should be", url=self._shown, key=prefix)
         return found
 
 

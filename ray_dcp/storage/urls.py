@@ -1,0 +1,44 @@
+"""Paths and URLs as text: which scheme, what lies below, what may be shown."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from ray_dcp.errors import UnknownSchemeError
+
+SCHEMES = ("file", "gs", "memory", "s3")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/+)")
+_SECRET = re.compile(r"(?<=://)[^/?@]*@")
+
+
+def url_scheme(url: str) -> str | None:
+    """The scheme of a URL, one of ``SCHEMES``; None for a path. Raises ``UnknownSchemeError`` for others."""
+    match = _SCHEME.match(url)
+    if match is None:
+        return None
+    scheme, slashes = match[1], match[2]
+    if scheme.lower() not in SCHEMES:
+        known = ", ".join(f"{name}://" for name in SCHEMES)
+        raise UnknownSchemeError(
+            f"unknown scheme {scheme}:{slashes[:2]}; known are {known}, and paths without a scheme "
+            "(a folder with such a name is written ./name)",
+            url=shown_url(url),
+        )
+    if slashes == "/":
+        # pathlib makes s3:/bucket of s3://bucket.
+        raise UnknownSchemeError(f"a URL starts with {scheme}://; pass it as str, not as a pathlib.Path", url=url)
+    return scheme.lower()
+
+
+def join_url(url: str | os.PathLike[str], *names: str) -> str:
+    """The path or URL of what lies below ``url``; query parameters stay at the end."""
+    text = os.fsdecode(url)
+    head, mark, query = text.partition("?") if url_scheme(text) in ("s3", "gs") else (text, "", "")
+    head = head if head.endswith("://") else head.rstrip("/") + "/"
+    return head + "/".join(names) + mark + query
+
+
+def shown_url(url: str) -> str:
+    """``url`` without the user name and secret that a bucket's URL may have."""
+    return _SECRET.sub("", url)
