@@ -60,15 +60,8 @@ class Learner:
             for block in self._model.blocks:  # type: ignore[union-attr]
                 fully_shard(block, mesh=mesh)
             fully_shard(self._model, mesh=mesh)
-        self._start_optimizer()
-
-    def _start_optimizer(self) -> None:
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=self.course.peak_learning_rate)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self.course.learning_rate_factor)
-
-    def start_afresh(self) -> None:
-        """Forget what a load that found nothing may have left: asking a new optimizer for its state makes one up."""
-        self._start_optimizer()
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=course.peak_learning_rate)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, course.learning_rate_factor)
 
     def train_one_step(self) -> float:
         """Train on the next global batch; return its mean loss before the update, the same on every rank."""

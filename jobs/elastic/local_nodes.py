@@ -7,17 +7,18 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 _OBJECT_STORE_NBYTES = 100 * 2**20
-_END_WAIT_S = 10.0
+_END_WAIT_S = 2.0
 
-_FASTER_HEALTH_CHECKS = {
+_RAY_SETTINGS = {
     # A killed node is declared dead after some 2 s instead of 15; the timeout still forgives a busy machine.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
+    # On SIGTERM Ray would wait for half a minute before it ends its own processes.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
 
 
@@ -28,16 +29,14 @@ class LocalNodes:
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster()
-        self._started: set[Any] = set()
-        self._add(include_dashboard=False)
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
 
     def add_node(self) -> None:
-        """Start one more node; from the main thread only, since Ray installs a signal handler there."""
-        self._add()
+        """Start one more node, the head first; from the main thread only: Ray sets a signal handler there."""
+        self._cluster.add_node(num_cpus=1, object_store_memory=_OBJECT_STORE_NBYTES, include_dashboard=False)
 
     def forget_killed_nodes(self) -> None:
         """Reap what is left of nodes whose raylet was killed."""
@@ -45,27 +44,28 @@ class LocalNodes:
             if node.dead_processes():
                 self._cluster.remove_node(node, allow_graceful=False)
 
-    def _add(self, **options: Any) -> None:
-        self._cluster.add_node(num_cpus=1, object_store_memory=_OBJECT_STORE_NBYTES, **options)
-        self._note_processes()
-
-    def _note_processes(self) -> None:
-        import psutil  # Ray brings it
-
-        for mine in psutil.Process().children(recursive=True):
-            self._started.add(mine)
-
     def shut_down(self) -> None:
-        """End every process of the cluster, and return when they are gone."""
-        import psutil
-
-        self._note_processes()
         self._cluster.shutdown()
-        _, still_there = psutil.wait_procs(self._started, timeout=_END_WAIT_S)
-        for process in still_there:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(still_there, timeout=_END_WAIT_S)
+
+
+def _end_processes_of(folder: str) -> None:
+    """Wait for all processes that were started for the cluster in ``folder`` to end, and end those that do not.
+
+    Their environment tells which they are. Not all are children of this process any more: those of a raylet that
+    was killed have another parent.
+    """
+    import psutil  # Ray brings it
+
+    started = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("RAY_TMPDIR") == folder and process.pid != os.getpid():
+                started.append(process)
+    _, alive = psutil.wait_procs(started, timeout=_END_WAIT_S)
+    for process in alive:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=_END_WAIT_S)
 
 
 @contextmanager
@@ -74,17 +74,16 @@ def local_nodes(num_nodes: int) -> Iterator[LocalNodes]:
     # Short: Ray puts sockets there, and the name of a socket has at most 107 bytes.
     folder = tempfile.mkdtemp(prefix="rd-", dir="/tmp" if os.path.isdir("/tmp") else None)
     # Ray reads these when it starts: the head for the whole cluster.
-    before = {name: os.environ.get(name) for name in (*_FASTER_HEALTH_CHECKS, "RAY_TMPDIR")}
-    os.environ.update(_FASTER_HEALTH_CHECKS, RAY_TMPDIR=folder)
-    nodes: LocalNodes | None = None
+    before = {name: os.environ.get(name) for name in (*_RAY_SETTINGS, "RAY_TMPDIR")}
+    os.environ.update(_RAY_SETTINGS, RAY_TMPDIR=folder)
+    nodes = LocalNodes()
     try:
-        nodes = LocalNodes()
-        for _ in range(num_nodes - 1):
+        for _ in range(num_nodes):
             nodes.add_node()
         yield nodes
     finally:
-        if nodes is not None:
-            nodes.shut_down()
+        nodes.shut_down()
+        _end_processes_of(folder)
         shutil.rmtree(folder, ignore_errors=True)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})

@@ -38,9 +38,8 @@ def train_and_checkpoint(config: dict[str, Any]) -> None:
     rank, world_size = context.get_world_rank(), context.get_world_size()
     learner = Learner(course, get_device(), rank=rank, world_size=world_size)
     # Without a root it works in the run's experiment folder; the ranks find each other by themselves.
-    checkpoints = dcp.CheckpointManager(None)
-    if checkpoints.load({"learner": learner}) is None:
-        learner.start_afresh()
+    checkpoints = dcp.CheckpointManager()
+    checkpoints.load({"learner": learner})
     group = broadcast_from_rank_zero(os.urandom(4).hex())
     node_id = ray.get_runtime_context().get_node_id()
     board.pin(WorkerStarted(group, rank, world_size, node_id, os.getpid(), learner.step, time.time()))
