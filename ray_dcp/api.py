@@ -158,7 +158,7 @@ def _start_call(kind: str, checkpoint_id: CheckpointId | None, ranks: RankGroup 
 
     From here on all ranks are in it: what is wrong on one is told to all, instead of leaving them to wait.
     """
-    named = "" if checkpoint_id is None else os.fspath(checkpoint_id)
+    named = "" if checkpoint_id is None else absolute(checkpoint_id)
     if ranks is None:
         return SoloCall(kind, named), _solo_saves
     return ranks.start_call(kind, named), ranks.background

@@ -77,7 +77,7 @@ class RankPool:
         world_size = self._placement.bundle_count
         self._actors = [self._start_rank(rank, world_size) for rank in range(world_size)]
         try:
-            self._collect([actor.ray_dcp_rank.remote() for actor in self._actors], timeout_s=_START_TIMEOUT_S)
+            self._collect([actor.ray_dcp_ready.remote() for actor in self._actors], timeout_s=_START_TIMEOUT_S)
         except BaseException:
             self.shutdown()
             raise
@@ -212,13 +212,17 @@ def _rank_class(ActorClass: Any) -> type:
 
     class Rank(user_class):
         def __init__(self, place: _Place, *args: Any, **kwargs: Any) -> None:
-            self._ray_dcp_group = RankGroup.join(
-                place.group, rank=place.rank, world_size=place.world_size, timeout_s=_START_TIMEOUT_S
-            )
-            super().__init__(*args, **kwargs)
+            self._ray_dcp_failure: BaseException | None = None
+            try:
+                RankGroup.join(place.group, rank=place.rank, world_size=place.world_size, timeout_s=_START_TIMEOUT_S)
+                super().__init__(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 - told by ray_dcp_ready: Ray turns it into a dead actor
+                self._ray_dcp_failure = error
 
-        def ray_dcp_rank(self) -> int:
-            return self._ray_dcp_group.rank
+        def ray_dcp_ready(self) -> None:
+            """Raises what the constructor raised, as it is."""
+            if self._ray_dcp_failure is not None:
+                raise self._ray_dcp_failure
 
     Rank.__name__ = Rank.__qualname__ = user_class.__name__
     return Rank

@@ -112,6 +112,11 @@ class RemoteCall:
             rank = COORDINATOR if isinstance(error, CoordinatorLostError) else self.rank
             failure = RankFailure.from_exception(error, rank=rank, phase=phase)
             raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from error
+        except CheckpointException as error:
+            if error.checkpoint_id:
+                raise
+            # The call failed before its coordinator knew what it is about.
+            raise CheckpointException(self.kind, self.checkpoint_id, error.rank_failures) from error.__cause__
 
     def report(self, failure: RankFailure) -> None:
         try:

@@ -1,0 +1,221 @@
+"""What users get wrong: each a clear error that says what and where, with nothing written or changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import ray_dcp as dcp
+from ray_dcp import CheckpointException, LocalShards
+from ray_dcp.errors import CheckpointNotFoundError, ConfigError, StateDictError, UnknownSchemeError
+from tests.ranks import ThreadRanks
+
+
+def template():
+    return {"w": torch.full((4,), float("nan")), "step": -1}
+
+
+def untouched(state):
+    return bool(state["w"].isnan().all()) and state["step"] == -1
+
+
+def load_failure(place, **options) -> CheckpointException:
+    """How a load of two ranks fails: alike on both, both templates untouched."""
+    templates = [template(), template()]
+    outcomes = ThreadRanks(2).load(templates, place, **options)
+    assert [type(outcome) for outcome in outcomes] == [CheckpointException] * 2
+    assert str(outcomes[0]) == str(outcomes[1])
+    assert all(untouched(state) for state in templates)
+    return outcomes[0]
+
+
+def save_failure(place, state_of) -> CheckpointException:
+    outcomes = ThreadRanks(2).save(state_of, place)
+    assert [type(outcome) for outcome in outcomes] == [CheckpointException] * 2
+    assert str(outcomes[0]) == str(outcomes[1])
+    return outcomes[0]
+
+
+def test_no_such_checkpoint(tmp_path):
+    error = load_failure(tmp_path / "nowhere")
+    assert isinstance(error.__cause__, CheckpointNotFoundError)
+    assert str(tmp_path / "nowhere") in str(error)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_that_was_never_committed(tmp_path):
+    dcp.save({"w": torch.ones(4), "step": 1}, checkpoint_id=tmp_path / "c", no_dist=True)
+    (tmp_path / "c" / ".metadata").unlink()
+    error = load_failure(tmp_path / "c")
+    assert isinstance(error.__cause__, CheckpointNotFoundError)
+    assert "never finished" in str(error)
+
+
+def test_a_root_in_place_of_a_checkpoint(tmp_path):
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "step-00000007", no_dist=True)
+    assert "step-00000007" in str(load_failure(tmp_path))
+
+
+@pytest.mark.parametrize("direction", ["save", "load"])
+def test_a_file_where_a_folder_should_be(tmp_path, direction):
+    (tmp_path / "c").write_text("precious")
+    if direction == "load":
+        error = load_failure(tmp_path / "c")
+    else:
+        error = save_failure(tmp_path / "c", lambda rank: {"w": torch.ones(4)})
+    assert str(tmp_path / "c") in str(error)
+    assert "file" in str(error)
+    assert (tmp_path / "c").read_text() == "precious"
+
+
+@pytest.mark.parametrize("direction", ["save", "load"])
+def test_an_unknown_scheme(tmp_path, monkeypatch, direction):
+    monkeypatch.chdir(tmp_path)
+    place = "hdfsx://host/c"
+    if direction == "load":
+        error = load_failure(place)
+    else:
+        error = save_failure(place, lambda rank: {"w": torch.ones(4)})
+    assert isinstance(error.__cause__, UnknownSchemeError)
+    assert "hdfsx" in str(error)
+    assert "s3://" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_permission(tmp_path):
+    """As an ordinary user, in a process of its own: tests may run as root, whom nothing is forbidden."""
+    (tmp_path / "theirs").mkdir(mode=0o755)
+    tmp_path.chmod(0o755)
+    for parent in list(tmp_path.parents)[:2]:
+        parent.chmod(0o755)
+    code = (
+        "import os, sys, torch, ray_dcp as dcp\n"
+        "dcp.save({'w': torch.ones(4)}, checkpoint_id='memory://loads-every-module', no_dist=True)\n"
+        "if os.getuid() == 0: os.setuid(65534)\n"
+        "try: dcp.save({'w': torch.ones(4)}, checkpoint_id=sys.argv[1], no_dist=True)\n"
+        "except dcp.CheckpointException as error: print(type(error.__cause__).__name__, error)\n"
+    )
+    place = tmp_path / "theirs" / "c"
+    ran = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.startswith("StorePermissionError"), ran.stdout + ran.stderr
+    assert str(place) in ran.stdout
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_different_checkpoint_ids(tmp_path):
+    ranks = ThreadRanks(2)
+    places = [tmp_path / "a", tmp_path / "b"]
+    outcomes = ranks.run(lambda rank: ranks.save_rank(rank, {"w": torch.ones(4)}, places[rank]))
+    for outcome in outcomes:
+        assert f"ranks [0]: {tmp_path}/a" in str(outcome)
+        assert f"ranks [1]: {tmp_path}/b" in str(outcome)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_state_dict(tmp_path):
+    error = save_failure(tmp_path / "c", lambda rank: {})
+    assert "empty" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_rank_may_have_nothing_to_save(tmp_path):
+    outcomes = ThreadRanks(2).save(lambda rank: {"w": torch.ones(4)} if rank else {}, tmp_path / "c")
+    assert not any(isinstance(outcome, BaseException) for outcome in outcomes)
+
+
+def test_a_value_that_cannot_be_pickled(tmp_path):
+    state = {"w": torch.ones(4), "good": [1], "bad": {"lock": threading.Lock()}, "worse": lambda: 0}
+    error = save_failure(tmp_path / "c", lambda rank: state if rank == 1 else {"w": torch.ones(4)})
+    assert error.failed_ranks == (1,)
+    assert error.phase == "plan"
+    assert "bad.lock" in str(error)
+    assert "worse" in str(error)
+    assert "good" not in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_wrong_with_a_template_is_told_at_once(tmp_path):
+    saved = {"w": torch.ones(4), "n": torch.ones(2, dtype=torch.int64), "p": 5, "extra": torch.ones(1)}
+    dcp.save(saved, checkpoint_id=tmp_path / "c", no_dist=True)
+    wrong = {
+        "w": torch.full((2, 2), 7.0),
+        "n": torch.full((2,), 7, dtype=torch.int8),
+        "p": torch.full((1,), 7.0),
+        "extra": "a string",
+        "absent": torch.full((1,), 7.0),
+    }
+    outcomes = ThreadRanks(2).load([dict(wrong), {"w": torch.full((4,), 7.0)}], tmp_path / "c")
+    problems = outcomes[1].__cause__.problems
+    assert len(problems) == 5
+    for name, words in {"w": "shape (4,)", "n": "torch.int64", "p": "Python object", "extra": "a tensor"}.items():
+        assert any(p.startswith(f"{name}:") and words in p and "(ranks [0])" in p for p in problems)
+    assert any(p.startswith("absent: not in the checkpoint") for p in problems)
+    assert all(bool((value == 7).all()) for value in wrong.values() if isinstance(value, torch.Tensor))
+
+
+def test_strict_false_loads_the_rest_and_exact_refuses_what_nobody_wants(tmp_path):
+    dcp.save({"w": torch.ones(4), "a": 1, "b": 2}, checkpoint_id=tmp_path / "c", no_dist=True)
+    partial = {"w": torch.zeros(4), "absent": 3}
+    (report,) = ThreadRanks(1).load([partial], tmp_path / "c", strict=False)
+    assert (report.loaded, report.missing, report.unexpected) == (("w",), ("absent",), ("a", "b"))
+    assert partial["absent"] == 3
+    # Two ranks, each with a part: together they want all but b.
+    outcomes = ThreadRanks(2).load([{"w": torch.zeros(4)}, {"a": 0}], tmp_path / "c", strict="exact")
+    assert outcomes[0].__cause__.problems == ('b: in the checkpoint, but not in the template (strict="exact")',)
+
+
+def test_cast_converts_only_when_asked(tmp_path):
+    dcp.save({"w": torch.tensor([1.5, 300.0])}, checkpoint_id=tmp_path / "c", no_dist=True)
+    half = {"w": torch.zeros(2, dtype=torch.float16)}
+    (refused,) = ThreadRanks(1).load([half], tmp_path / "c")
+    assert "cast=True" in str(refused)
+    ThreadRanks(1).load([half], tmp_path / "c", cast=True)
+    assert half["w"].tolist() == [1.5, 300.0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_hole_is_refused_when_saving(tmp_path, world_size):
+    def with_a_hole(rank):
+        rows = {(2 * rank, 0): torch.ones(2, 3)} if rank < 1 or world_size > 2 else {}
+        return {"t": LocalShards((4, 3), rows)}
+
+    outcomes = ThreadRanks(world_size).save(with_a_hole, tmp_path / "c")
+    for outcome in outcomes:
+        assert isinstance(outcome, CheckpointException)
+        assert "t" in str(outcome)
+    assert not tmp_path.joinpath("c").exists() or list(tmp_path.joinpath("c").iterdir()) == []
+
+
+def test_ranks_that_mean_different_things_by_one_name(tmp_path):
+    def disagreeing(rank):
+        return {"w": torch.ones(4 + rank), "v": torch.ones(2, dtype=torch.float32 if rank else torch.float64)}
+
+    error = save_failure(tmp_path / "c", disagreeing)
+    assert isinstance(error.__cause__, StateDictError)
+    assert [p.split(":")[0] for p in error.__cause__.problems] == ["v", "w"]
+    assert "ranks [0] have a tensor of shape (4,)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("call", "setting"),
+    [
+        (lambda place: dcp.save({"a": 1}, no_dist=True), "checkpoint_id"),
+        (lambda place: dcp.load({"a": 1}, no_dist=True), "checkpoint_id"),
+        (lambda place: dcp.save({"a": 1}, checkpoint_id=place, no_dist=True, use_collectives=False), "use_collectives"),
+        (lambda place: dcp.load({"a": 1}, checkpoint_id=place, no_dist=True, strict="exactly"), "strict"),
+    ],
+)
+def test_bad_arguments_name_the_setting(tmp_path, call, setting):
+    with pytest.raises(CheckpointException) as caught:
+        call(tmp_path / "c")
+    assert isinstance(caught.value.__cause__, ConfigError)
+    assert caught.value.__cause__.setting == setting
+
+
+def test_a_list_in_place_of_a_state_dict(tmp_path):
+    with pytest.raises(CheckpointException, match="state_dict is a list"):
+        dcp.save([torch.ones(2)], checkpoint_id=tmp_path / "c", no_dist=True)

@@ -1,0 +1,122 @@
+"""``RankPool``: as many ranks as fit, lost ranks by number, re-forming."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import ray
+import torch
+
+import ray_dcp as dcp
+from ray_dcp.errors import ConfigError, GroupError, NotEnoughResourcesError, RankLostError
+from tests.cluster.test_group import ray_dcp_actors, until
+
+pytestmark = pytest.mark.ray
+
+SMALL = {"CPU": 0.1}
+
+
+class Holder:
+    """A rank of a pool."""
+
+    def __init__(self, scale=1, *, fail_on=None):
+        group = dcp.current_group()
+        if group.rank == fail_on:
+            raise ValueError("no such device")
+        self.rank, self.world_size, self.generation = group.rank, group.world_size, group.generation
+        self.rows = torch.full((2, 3), float(scale * self.rank))
+
+    def place(self):
+        return self.rank, self.world_size, self.generation
+
+    def save(self, checkpoint_id):
+        shards = dcp.LocalShards((2 * self.world_size, 3), {(2 * self.rank, 0): self.rows})
+        dcp.save({"rows": shards}, checkpoint_id=checkpoint_id)
+
+    def die_while_others_save(self, checkpoint_id, victims):
+        if self.rank in victims:
+            os.kill(os.getpid(), 9)
+        self.save(checkpoint_id)
+
+    def raise_on(self, rank):
+        if rank == self.rank:
+            raise KeyError("rank's own mistake")
+        return self.rank
+
+
+@pytest.fixture(scope="module")
+def pool(ray_session):
+    pool = dcp.RankPool(Holder, 2, name="holders", max_ranks=3, resources_per_rank=SMALL)
+    pool.start()
+    yield pool
+    pool.shutdown()
+    until(lambda: "coordinator/holders" not in ray_dcp_actors(), timeout_s=10)
+
+
+def test_ranks_know_their_place_and_answer_in_rank_order(pool):
+    assert pool.world_size == 3
+    assert [place[:2] for place in pool.run("place")] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_what_a_rank_raises_is_raised(pool):
+    with pytest.raises(KeyError, match="own mistake"):
+        pool.run("raise_on", 1)
+    assert pool.run("raise_on", None) == [0, 1, 2]
+
+
+def test_starting_twice_is_refused(pool):
+    with pytest.raises(GroupError, match="restart"):
+        pool.start()
+
+
+def test_lost_ranks_are_named_and_a_restart_makes_a_new_generation(pool, tmp_path):
+    pool.run("save", tmp_path / "before")
+    (generation,) = {place[2] for place in pool.run("place")}
+    with pytest.raises(RankLostError) as caught:
+        pool.run("die_while_others_save", tmp_path / "c", (0, 2))
+    assert set(caught.value.lost) == {0, 2}
+    assert not (tmp_path / "c" / ".metadata").exists()
+    pool.max_ranks = 2
+    assert pool.restart() == 2
+    assert pool.run("place") == [(0, 2, generation + 1), (1, 2, generation + 1)]
+    pool.run("save", tmp_path / "c")
+    whole = {"rows": torch.zeros(4, 3)}
+    dcp.load(whole, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert whole["rows"][:, 0].tolist() == [0.0, 0.0, 2.0, 2.0]
+
+
+def test_more_than_fits_is_refused_with_what_fits(ray_session):
+    pool = dcp.RankPool(Holder, name="greedy", min_ranks=3, resources_per_rank={"CPU": 7})
+    with pytest.raises(NotEnoughResourcesError) as caught:
+        pool.start()
+    assert caught.value.fit < 3
+    pool.shutdown()
+    assert "coordinator/greedy" not in ray_dcp_actors()
+
+
+def test_a_constructor_that_raises_leaves_nothing_behind(ray_session):
+    pool = dcp.RankPool(Holder, fail_on=1, name="broken", max_ranks=2, resources_per_rank=SMALL)
+    with pytest.raises(ValueError, match="no such device"):
+        pool.start()
+    assert pool.world_size == 0
+    until(lambda: "coordinator/broken" not in ray_dcp_actors(), timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ({"min_ranks": 0}, "min_ranks"),
+        ({"min_ranks": 3, "max_ranks": 2}, "min_ranks"),
+        ({"resources_per_rank": {}}, "resources_per_rank"),
+        ({"resources_per_rank": {"CPU": -1}}, "resources_per_rank"),
+    ],
+)
+def test_bad_settings_are_refused_when_made(arguments, setting):
+    with pytest.raises(ConfigError, match=setting):
+        dcp.RankPool(Holder, **arguments)
+
+
+def test_a_ray_remote_class_serves_as_well(ray_session):
+    with dcp.RankPool(ray.remote(Holder), name="remote", max_ranks=1, resources_per_rank=SMALL) as pool:
+        assert pool.run("place") == [(0, 1, 1)]
