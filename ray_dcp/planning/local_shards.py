@@ -8,6 +8,7 @@ three methods by which that planner accepts foreign values (``__create_write_ite
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class LocalShards(torch.Tensor):
         cls, size: Sequence[int], chunks: Mapping[tuple[int, ...], torch.Tensor], *, dtype: torch.dtype | None = None
     ) -> LocalShards:
         size = torch.Size(size)
-        by_offsets = {tuple(offsets): chunk for offsets, chunk in chunks.items()}
+        by_offsets = {_offsets(offsets): _tensor(offsets, chunk) for offsets, chunk in chunks.items()}
         first = next(iter(by_offsets.values()), None)
         dtype = dtype or (first.dtype if first is not None else torch.get_default_dtype())
         _require_fitting(size, by_offsets, dtype)
@@ -120,11 +121,22 @@ def _rebuild(size: tuple[int, ...], chunks: dict[tuple[int, ...], torch.Tensor],
     return LocalShards(size, dict(chunks), dtype=dtype)
 
 
+def _offsets(given: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise ConfigError("LocalShards.chunks", f"offsets {given!r} are no tuple of whole numbers") from None
+
+
+def _tensor(offsets: Any, chunk: Any) -> torch.Tensor:
+    if not isinstance(chunk, torch.Tensor):
+        raise ConfigError("LocalShards.chunks", f"the value at offsets {offsets} is a {type(chunk).__name__}")
+    return chunk
+
+
 def _require_fitting(size: torch.Size, chunks: Mapping[tuple[int, ...], torch.Tensor], dtype: torch.dtype) -> None:
     for offsets, chunk in chunks.items():
         where = f"chunk of shape {tuple(chunk.shape)} at offsets {offsets}"
-        if not isinstance(chunk, torch.Tensor):
-            raise ConfigError("LocalShards.chunks", f"the value at offsets {offsets} is a {type(chunk).__name__}")
         if len(offsets) != len(size) or chunk.dim() != len(size):
             raise ConfigError("LocalShards.chunks", f"{where} has other dimensions than the size {tuple(size)}")
         if any(o < 0 or o + n > whole for o, n, whole in zip(offsets, chunk.shape, size, strict=True)):
