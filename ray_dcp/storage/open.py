@@ -30,7 +30,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         from ray_dcp.storage.memory import MemoryStore
 
         return MemoryStore(text)
-    return _open_bucket(text)
+    return _open_bucket(text, scheme)
 
 
 def _file_path(url: str) -> str:
@@ -40,7 +40,7 @@ def _file_path(url: str) -> str:
     return unquote(url[len("file://") + len(parts.netloc) :])
 
 
-def _open_bucket(url: str) -> Store:
+def _open_bucket(url: str, scheme: str) -> Store:
     from pyarrow import ArrowInvalid
     from pyarrow.fs import FileSystem
 
@@ -48,9 +48,11 @@ def _open_bucket(url: str) -> Store:
 
     if not urlsplit(url).hostname:
         raise ConfigError("url", f"names no bucket: {shown_url(url)}")
+    # Arrow then sends a small object as one request; by default it opens a multi-part upload for every object.
+    quick = "allow_delayed_open=true" if scheme == "s3" and "allow_delayed_open" not in url else ""
     try:
         with store_errors("open", url=shown_url(url)):
-            filesystem, base = FileSystem.from_uri(url)
+            filesystem, base = FileSystem.from_uri(f"{url}{'&' if '?' in url else '?'}{quick}" if quick else url)
     except ArrowInvalid as error:
-        raise ConfigError("url", str(error).replace(url, shown_url(url))) from None
+        raise ConfigError("url", shown_url(str(error))) from None
     return ArrowStore(filesystem, base, url=url)
