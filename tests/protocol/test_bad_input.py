@@ -76,10 +76,8 @@ def test_a_file_where_a_folder_should_be(tmp_path, direction):
 def test_an_unknown_scheme(tmp_path, monkeypatch, direction):
     monkeypatch.chdir(tmp_path)
     place = "hdfsx://host/c"
-    if direction == "load":
-        error = load_failure(place)
-    else:
-        error = save_failure(place, lambda rank: {"w": torch.ones(4)})
+    state_of = {"w": torch.ones(4)}
+    error = load_failure(place) if direction == "load" else save_failure(place, lambda rank: state_of)
     assert isinstance(error.__cause__, UnknownSchemeError)
     assert "hdfsx" in str(error)
     assert "s3://" in str(error)

@@ -64,7 +64,8 @@ def test_the_first_failure_wins_and_the_next_call_works():
             CallId(1, 0, "barrier"), RankFailure.from_exception(ValueError(message), rank=rank, phase="write")
         )
     assert "first" in str(waiting.exception(0))
-    assert [arrive(coordinator, rank, number=1) for rank in (0, 1)][0].exception(0) is None
+    next_call = [arrive(coordinator, rank, number=1) for rank in (0, 1)]
+    assert next_call[0].exception(0) is None
 
 
 def test_a_lost_rank_fails_the_open_call_and_all_later_ones_until_the_group_re_forms():
