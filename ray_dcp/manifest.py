@@ -11,19 +11,21 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, FormatVersionError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 FORMAT_VERSION = 1
-_FACTS = ("world_size", "attempt", "metadata_digest", "created", "step", "metrics", "versions", "format_version")
 _PREFIX = "ray_dcp."
-_CRC = "ray_dcp.crc"
+_ROWS_CRC = "ray_dcp.rows_crc"
+_FACTS_CRC = "ray_dcp.facts_crc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,21 @@ class Manifest:
         return sum(entry.record_nbytes for entry in self.entries)
 
 
+@dataclass(frozen=True, slots=True)
+class ManifestFacts:
+    """A manifest without its entries: what a listing shows of a checkpoint, and cheap to read."""
+
+    world_size: int
+    attempt: str
+    metadata_digest: str
+    created: float
+    step: int | None
+    metrics: Mapping[str, Any]
+    versions: Mapping[str, str]
+    format_version: int
+    nbytes: int
+
+
 def metadata_digest(metadata: bytes) -> str:
     """The digest by which a manifest names its ``.metadata``."""
     return hashlib.sha256(metadata).hexdigest()
@@ -81,18 +98,17 @@ def metadata_digest(metadata: bytes) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The content of ``manifest.parquet``. Raises ``ConfigError`` where a metric has no JSON form."""
     import pyarrow as pa
-    import pyarrow.parquet
+    import pyarrow.parquet as pq
 
-    facts = {_PREFIX + name: _as_json(name, getattr(manifest, name)) for name in _FACTS}
+    facts = {_PREFIX + fact.name: _as_json(fact.name, getattr(manifest, fact.name)) for fact in fields(ManifestFacts)}
     rows = [[getattr(entry, f.name) for entry in manifest.entries] for f in _schema()]
     table = pa.Table.from_arrays([pa.array(v, f.type) for v, f in zip(rows, _schema(), strict=True)], schema=_schema())
     sink = pa.BufferOutputStream()
     # Arrow's own copy of the schema is of no use to readers, and as long as all else in a small manifest.
-    with pyarrow.parquet.ParquetWriter(
-        sink, table.schema, compression="zstd", write_statistics=False, store_schema=False
-    ) as writer:
+    with pq.ParquetWriter(sink, table.schema, compression="zstd", write_statistics=False, store_schema=False) as writer:
         writer.write_table(table)
-        writer.add_key_value_metadata(facts | {_CRC: str(_crc(facts, rows))})
+        facts[_ROWS_CRC] = str(_crc(rows))
+        writer.add_key_value_metadata(facts | {_FACTS_CRC: str(_crc([sorted(facts.items())]))})
     return sink.getvalue().to_pybytes()
 
 
@@ -102,21 +118,48 @@ def decode_manifest(content: bytes, file: str) -> Manifest:
     Raises ``FormatVersionError`` for a newer format, ``CorruptCheckpointError`` for anything else that
     ``encode_manifest`` did not write: one flipped bit is found.
     """
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    try:
-        source = pyarrow.parquet.ParquetFile(pa.BufferReader(content))
-        facts = _read_facts(source.metadata.metadata or {}, file)
-        crc = int(facts.pop(_CRC))
+    with _corrupt_unless_whole(file):
+        source, texts = _open(content, file)
         table = source.read()
         rows = [_column_values(table, f) for f in _schema()]
-        if crc != _crc(facts, rows):
-            raise ValueError("it does not match its checksum")
-        values = {name: json.loads(facts[_PREFIX + name]) for name in _FACTS}
+        if texts[_ROWS_CRC] != str(_crc(rows)):
+            raise ValueError("its rows do not match their checksum")
+        values = {f.name: json.loads(texts[_PREFIX + f.name]) for f in fields(ManifestFacts) if f.name != "nbytes"}
         return Manifest(list(map(Entry, *rows)), **values)
+
+
+def decode_facts(content: bytes, file: str) -> ManifestFacts:
+    """The facts alone, at a cost that does not grow with the entries; raises as ``decode_manifest`` does."""
+    with _corrupt_unless_whole(file):
+        _, texts = _open(content, file)
+        return ManifestFacts(**{f.name: json.loads(texts[_PREFIX + f.name]) for f in fields(ManifestFacts)})
+
+
+@contextmanager
+def _corrupt_unless_whole(file: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError) as error:
         raise CorruptCheckpointError(f"not a readable manifest: {error}", file=file) from error
+
+
+def _open(content: bytes, file: str) -> tuple[pq.ParquetFile, dict[str, str]]:
+    """The table, not yet read, and the checked facts as they are stored."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source = pq.ParquetFile(pa.BufferReader(content))
+    stored = source.metadata.metadata or {}
+    texts = {key.decode(): text.decode() for key, text in stored.items() if key.startswith(_PREFIX.encode())}
+    # The version comes first: a newer format may have changed all else.
+    found = int(texts[_PREFIX + "format_version"])
+    if found > FORMAT_VERSION:
+        raise FormatVersionError(found=found, supported=FORMAT_VERSION, file=file)
+    if texts.pop(_FACTS_CRC) != str(_crc([sorted(texts.items())])):
+        raise ValueError("its facts do not match their checksum")
+    return source, texts
 
 
 def _schema() -> pa.Schema:
@@ -156,19 +199,10 @@ def _column_values(table: pa.Table, wanted: pa.Field) -> list[Any]:
     return [row if here else None for row, here in zip(rows, valid, strict=True)] if column.null_count else rows
 
 
-def _read_facts(texts: Mapping[bytes, bytes], file: str) -> dict[str, str]:
-    """The facts as they are stored. The version comes first: a newer format may have changed all else."""
-    facts = {key.decode(): text.decode() for key, text in texts.items() if key.startswith(_PREFIX.encode())}
-    found = int(facts[_PREFIX + "format_version"])
-    if found > FORMAT_VERSION:
-        raise FormatVersionError(found=found, supported=FORMAT_VERSION, file=file)
-    return facts
-
-
-def _crc(facts: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> int:
+def _crc(parts: Sequence[Any]) -> int:
     """Over what is read, not over the file's bytes: it finds whatever went wrong on the way."""
     crc = 0
-    for part in (sorted(facts.items()), *rows):
+    for part in parts:
         crc = zlib.crc32(json.dumps(part, separators=(",", ":")).encode(), crc)
     return crc
 

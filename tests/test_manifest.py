@@ -4,7 +4,7 @@ import io
 import math
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, FormatVersionError
-from ray_dcp.manifest import FORMAT_VERSION, Entry, Manifest, decode_manifest, encode_manifest, metadata_digest
+from ray_dcp.manifest import (
+    FORMAT_VERSION,
+    Entry,
+    Manifest,
+    ManifestFacts,
+    decode_facts,
+    decode_manifest,
+    encode_manifest,
+    metadata_digest,
+)
 
 CHUNK = Entry("model.weight", (0, 4), (2, 4), "bfloat16", "__0_0_ab.distcp", 0, 400, 64, 16, (7, 2**32 - 1), 0)
 ZERO_DIM = Entry("step", (), (), "int64", "__1_0_ab.distcp", 0, 200, 64, 8, (3,), 1)
@@ -32,6 +41,13 @@ def test_every_kind_of_entry_and_every_fact_come_back():
         CHUNK, ZERO_DIM, EMPTY, OBJECT, step=7, metrics={"loss": 0.5, "tags": ["a", None]}, versions={"torch": "2.13.0"}
     )
     assert decode_manifest(encode_manifest(manifest), "m") == manifest
+
+
+def test_the_facts_can_be_had_without_the_entries():
+    manifest = manifest_of(CHUNK, OBJECT, step=7, metrics={"loss": 0.5})
+    facts = decode_facts(encode_manifest(manifest), "m")
+    assert all(getattr(facts, fact.name) == getattr(manifest, fact.name) for fact in fields(ManifestFacts))
+    assert facts.nbytes == CHUNK.record_nbytes + OBJECT.record_nbytes
 
 
 def test_no_entries_come_back():
@@ -144,6 +160,8 @@ def test_no_flipped_bit_goes_unnoticed():
         # What parquet does not use (its writer's name, say) may change without harm.
         with suppress(CorruptCheckpointError, FormatVersionError):
             assert decode_manifest(bytes(flipped), "m") == manifest
+        with suppress(CorruptCheckpointError, FormatVersionError):
+            assert decode_facts(bytes(flipped), "m") == decode_facts(content, "m")
 
 
 def test_twenty_thousand_entries_take_well_under_a_second():
