@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import IO, cast
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
@@ -135,7 +136,10 @@ def write_python(sink: ObjectWriter, pickled: memoryview) -> Payload:
 
 def own_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` on the CPU, contiguous, in a storage of its own size: copied only where it is not so already."""
-    tensor = tensor.detach()
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    # A subclass is stored as the plain tensor it is: readers may not have the class, or not allow it.
+    tensor = tensor.detach().as_subclass(torch.Tensor)
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
     tensor = tensor.resolve_conj().resolve_neg().contiguous()

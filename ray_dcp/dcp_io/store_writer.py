@@ -26,6 +26,7 @@ from ray_dcp.dcp_io.record import Payload, write_python, write_tensor
 from ray_dcp.errors import StateDictError, StoreError
 from ray_dcp.layout import MANIFEST, METADATA, ShardFile
 from ray_dcp.manifest import Entry, Manifest, encode_manifest, metadata_digest
+from ray_dcp.planning.state_dict import tensor_problem
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import ObjectWriter, Store
 from ray_dcp.version import __version__
@@ -174,7 +175,7 @@ def _write_item(sink: ObjectWriter, item: WriteItem, planner: SavePlanner, key: 
     if isinstance(value, io.BytesIO):
         payload, dtype, sizes = write_python(sink, value.getbuffer()), None, None
     else:
-        _require_planned_shape(item, value)
+        _require_as_planned(item, value)
         payload = write_tensor(sink, value)
         dtype, sizes = str(value.dtype).removeprefix("torch."), tuple(value.shape)
     return StoredItem(
@@ -188,7 +189,10 @@ def _write_item(sink: ObjectWriter, item: WriteItem, planner: SavePlanner, key: 
     )
 
 
-def _require_planned_shape(item: WriteItem, value: torch.Tensor) -> None:
+def _require_as_planned(item: WriteItem, value: torch.Tensor) -> None:
+    problem = tensor_problem(value)
+    if problem:
+        raise StateDictError(f"{item.index.fqn}: {problem}")
     if item.tensor_data is not None and tuple(value.shape) != tuple(item.tensor_data.chunk.sizes):
         raise StateDictError(
             f"{item.index.fqn}: the planner resolved a tensor of shape {tuple(value.shape)}, "

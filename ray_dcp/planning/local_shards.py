@@ -23,6 +23,7 @@ _CHUNKWISE = frozenset(
         torch.ops.aten.detach.default,
         torch.ops.aten.clone.default,
         torch.ops.aten._to_copy.default,
+        torch.ops.aten.empty_like.default,
         torch.ops.aten.zero_.default,
         torch.ops.aten.fill_.Scalar,
     }

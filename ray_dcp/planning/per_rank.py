@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ray_dcp.errors import StateDictError
+
 _NAME = re.compile(r"(?P<fqn>.+)\.__rank_(?P<rank>\d+)__")
 
 Reshard = Callable[[list[Any], int, int], Any]
@@ -55,7 +57,10 @@ def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
 
 
 def with_per_rank_items(state: Any, rank: int) -> Any:
-    """``state`` with each ``PerRank`` as a one-entry dict under this rank's key; other values are the same objects."""
+    """``state`` with each ``PerRank`` as a one-entry dict under this rank's key; other values are the same objects.
+
+    Raises ``StateDictError`` for one in a tuple: planners take a tuple for one value, so ranks would share it.
+    """
     if isinstance(state, PerRank):
         return {per_rank_key(rank): (state.value,)}
     if isinstance(state, Mapping):
@@ -64,6 +69,8 @@ def with_per_rank_items(state: Any, rank: int) -> Any:
     if isinstance(state, list):
         entries = [with_per_rank_items(value, rank) for value in state]
         return entries if any(a is not b for a, b in zip(entries, state, strict=True)) else state
+    if isinstance(state, tuple) and any(with_per_rank_items(value, rank) is not value for value in state):
+        raise StateDictError(f"a tuple is saved as one value, the PerRank in it would be lost: use a list: {state}")
     return state
 
 

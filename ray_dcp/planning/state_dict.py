@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ray_dcp.errors import StateDictError
+from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import with_per_rank_items
 
 
@@ -47,22 +52,52 @@ class StatePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        problems = []
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                try:
-                    self._pickled[item.index.fqn] = _pickle(self.lookup_object(item.index))
-                except (pickle.PickleError, TypeError, AttributeError, RecursionError, NotImplementedError) as error:
-                    kind = type(self.state_dict[item.index.fqn]).__name__
-                    problems.append(f"{item.index.fqn}: a {kind} that cannot be pickled: {error}")
+        problems = [problem for item in plan.items for problem in self._item_problems(item)]
         if problems:
             raise StateDictError("the state dict holds values that cannot be saved", problems)
         return plan
+
+    def _item_problems(self, item: WriteItem) -> Iterator[str]:
+        """Why an item cannot be saved; a Python object that can be is pickled on the way."""
+        fqn, value = item.index.fqn, self.lookup_object(item.index)
+        if item.type != WriteItemType.BYTE_IO:
+            problem = tensor_problem(value)
+            if problem:
+                yield f"{fqn}: {problem}"
+        elif _holds_shards(value):
+            yield f"{fqn}: a sharded tensor in a {type(value).__name__} would be pickled by one rank alone: use a list"
+        else:
+            try:
+                self._pickled[fqn] = _pickle(value)
+            except (pickle.PickleError, TypeError, AttributeError, RecursionError, NotImplementedError) as error:
+                yield f"{fqn}: a {type(value).__name__} that cannot be pickled: {error}"
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._pickled[write_item.index.fqn])
         return super().resolve_data(write_item)
+
+
+def tensor_problem(tensor: torch.Tensor) -> str | None:
+    """Why the bytes of ``tensor`` are not its values, or None."""
+    if tensor.device.type == "meta":
+        return "a meta tensor has no values to save"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"a tensor of layout {tensor.layout} has no rectangular values; save its parts, or a dense copy"
+    if tensor.is_quantized:
+        return "a quantized tensor; save its int_repr(), scale and zero point"
+    if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, AsyncCollectiveTensor):
+        return f"a {type(tensor).__name__} wraps other tensors; save those"
+    return None
+
+
+def _holds_shards(value: Any) -> bool:
+    """Whether a sharded tensor lies where no planner looks for one: in a tuple, or below."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_shards, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_shards, value))
+    return isinstance(value, DTensor | ShardedTensor | LocalShards)
 
 
 def _pickle(value: Any) -> bytes:
@@ -91,4 +126,4 @@ def unbound(planner: Any) -> Any:
     return copied
 
 
-__all__ = ["StatePlanner", "collect_state", "unbound", "without_plan_cache"]
+__all__ = ["StatePlanner", "collect_state", "tensor_problem", "unbound", "without_plan_cache"]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import io
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
+from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import is_per_rank_name
 
 LoadPython = Callable[[io.BytesIO, str], Any]
@@ -168,7 +170,23 @@ def _value_problems(fqn: str, value: Any, saved: TensorStorageMetadata | BytesSt
         problems.append(
             f"{fqn}: the checkpoint has dtype {saved.properties.dtype}, the template {value.dtype} (cast=True converts)"
         )
+    if any(_repeats_memory(local) for local in _local_tensors(value)):
+        problems.append(f"{fqn}: the template is an expanded view, whose elements share memory; fill a .clone() of it")
     return problems
+
+
+def _local_tensors(value: torch.Tensor) -> Iterable[torch.Tensor]:
+    if isinstance(value, LocalShards):
+        return value.chunks.values()
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value.to_local() if isinstance(value, DTensor) else value]
+
+
+def _repeats_memory(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
 
 
 def _uncovered_regions(plan: LoadPlan, flat: Mapping[str, Any]) -> list[str]:
