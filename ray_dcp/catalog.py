@@ -1,0 +1,307 @@
+"""What is committed under a root, and what is there instead where nothing is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import posixpath
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    NotAFolderError,
+    ObjectNotFoundError,
+)
+from ray_dcp.layout import MANIFEST, METADATA, POINTER, SHARD_SUFFIX, parse_step_folder
+from ray_dcp.manifest import Manifest, decode_facts, decode_manifest, metadata_digest
+from ray_dcp.storage.local import LocalStore
+from ray_dcp.storage.open import open_store
+from ray_dcp.storage.store import Store
+from ray_dcp.storage.urls import join_url
+
+logger = logging.getLogger(__name__)
+
+_MAX_POINTERS = 8
+_MAX_THREADS = 16
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One committed checkpoint."""
+
+    step: int | None
+    """None where neither its folder's name nor its manifest says."""
+    checkpoint_id: str
+    nbytes: int
+    """Of all records; of all files where there is no manifest."""
+    world_size: int | None
+    """Ranks that saved it; None where torch wrote it."""
+    created: float
+    """Seconds since the epoch."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UncommittedFolder:
+    """A folder that holds parts of a checkpoint, none of which a reader ever sees."""
+
+    step: int | None
+    checkpoint_id: str
+    num_files: int
+    nbytes: int
+    reason: str
+
+
+def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """All committed checkpoints directly under ``root``: steps in ascending order, then other folders by name.
+
+    One whose manifest cannot be read is there too, with what its files say; the log has a warning.
+    """
+    store = open_store(root)
+    found = _each(store.list_folders(), lambda folder: _info_or_sizes(store, folder))
+    return sorted((info for info in found if info is not None), key=_by_step)
+
+
+def latest_checkpoint(root: str | os.PathLike[str]) -> CheckpointInfo | None:
+    """The newest step under ``root`` that is committed and whole; None when there is none.
+
+    A newer step that is damaged is passed over with a warning in the log. Whole means that every file the
+    manifest names is there and long enough; no payload is read.
+    """
+    store = open_store(root)
+    steps = {folder: step for folder in store.list_folders() if (step := parse_step_folder(folder)) is not None}
+    for folder in sorted(steps, key=lambda name: (steps[name], name), reverse=True):
+        try:
+            info = _info(store, folder)
+            damage = _missing_files(store, folder)
+        except CorruptCheckpointError as error:
+            info, damage = None, [str(error)]
+        if damage:
+            logger.warning("passing over damaged checkpoint %s: %s", _url(store, folder), "; ".join(damage))
+        elif info is not None:
+            return info
+    return None
+
+
+def list_uncommitted(root: str | os.PathLike[str]) -> list[UncommittedFolder]:
+    """Folders directly under ``root`` with parts of a checkpoint that was never committed, by step and name."""
+    store = open_store(root)
+    found = _each(store.list_folders(), lambda folder: _if_uncommitted(store, folder))
+    return sorted((one for one in found if one is not None), key=_by_step)
+
+
+def describe(checkpoint_id: str | os.PathLike[str]) -> CheckpointInfo:
+    """The facts of one checkpoint, a pointer followed. Raises ``CheckpointNotFoundError`` saying what is there."""
+    store = open_store(resolve_checkpoint_id(checkpoint_id))
+    info = _info(store, "")
+    if info is None:
+        raise CheckpointNotFoundError(store.url, _what_is_there(store))
+    return info
+
+
+def open_manifest(store: Store) -> Manifest | None:
+    """The manifest of the checkpoint at the root of ``store``.
+
+    None where there is none, or where it belongs to another ``.metadata``: to a save that has not committed.
+    Raises ``ObjectNotFoundError`` where nothing is committed.
+    """
+    content = _manifest_of(store, "", store.get(METADATA))
+    return None if content is None else decode_manifest(content, file=join_url(store.url, MANIFEST))
+
+
+def resolve_checkpoint_id(checkpoint_id: str | os.PathLike[str]) -> str:
+    """Where the checkpoint really lies: follows the pointer that is left in a folder handed to Ray Train."""
+    resolved = os.fsdecode(checkpoint_id)
+    for _ in range(_MAX_POINTERS):
+        try:
+            content = open_store(resolved).get(POINTER)
+        except ObjectNotFoundError:
+            return resolved
+        resolved = _pointed_at(content, file=join_url(resolved, POINTER))
+    raise CheckpointNotFoundError(os.fsdecode(checkpoint_id), f"its pointers do not end; the last leads to {resolved}")
+
+
+def require_checkpoint(store: Store) -> None:
+    """Return when a checkpoint is committed at the root of ``store``.
+
+    Otherwise raises ``CheckpointNotFoundError`` whose reason says what is there instead, and what to pass.
+    """
+    if not is_committed(store):
+        raise CheckpointNotFoundError(store.url, _what_is_there(store))
+
+
+def is_committed(store: Store, folder: str = "") -> bool:
+    """Whether ``folder`` of ``store`` holds a committed checkpoint."""
+    try:
+        store.get(_key(folder, METADATA), 0, 0)
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def root_exists(store: Store) -> bool:
+    """Whether there is anything at the root of ``store``; in a bucket a folder exists while it holds something."""
+    if isinstance(store, LocalStore):
+        return os.path.lexists(store.url)
+    return bool(store.list_folders() or store.list())
+
+
+def _info_or_sizes(store: Store, folder: str) -> CheckpointInfo | None:
+    try:
+        return _info(store, folder)
+    except (CorruptCheckpointError, FormatVersionError) as error:
+        logger.warning("%s", error)
+        return _info_from_sizes(store, folder)
+
+
+def _info(store: Store, folder: str) -> CheckpointInfo | None:
+    """The facts of the checkpoint in ``folder``; None when none is committed there."""
+    try:
+        metadata = store.get(_key(folder, METADATA))
+    except ObjectNotFoundError:
+        return None
+    content = _manifest_of(store, folder, metadata)
+    if content is None:
+        return _info_from_sizes(store, folder)
+    facts = decode_facts(content, file=join_url(store.url, _key(folder, MANIFEST)))
+    step = _step_of(store, folder)
+    return CheckpointInfo(
+        step=facts.step if step is None else step,
+        checkpoint_id=_url(store, folder),
+        nbytes=facts.nbytes,
+        world_size=facts.world_size,
+        created=facts.created,
+        metrics=facts.metrics,
+    )
+
+
+def _info_from_sizes(store: Store, folder: str) -> CheckpointInfo | None:
+    stored = {one.key: one for one in store.list(folder)}
+    commit = stored.get(_key(folder, METADATA))
+    if commit is None:
+        return None  # deleted since
+    nbytes = sum(one.nbytes for one in stored.values())
+    return CheckpointInfo(_step_of(store, folder), _url(store, folder), nbytes, None, commit.modified)
+
+
+def _step_of(store: Store, folder: str) -> int | None:
+    return parse_step_folder(folder or posixpath.basename(store.url.partition("?")[0].rstrip("/")))
+
+
+def _manifest_of(store: Store, folder: str, metadata: bytes) -> bytes | None:
+    """The manifest file's content, where it belongs to ``metadata``."""
+    try:
+        content = store.get(_key(folder, MANIFEST))
+    except ObjectNotFoundError:
+        return None
+    facts = decode_facts(content, file=join_url(store.url, _key(folder, MANIFEST)))
+    return content if facts.metadata_digest == metadata_digest(metadata) else None
+
+
+def _missing_files(store: Store, folder: str) -> list[str]:
+    """One line for each file that the manifest names and that is gone or too short."""
+    try:
+        content = _manifest_of(store, folder, store.get(_key(folder, METADATA)))
+    except ObjectNotFoundError:
+        content = None
+    if content is None:
+        return []
+    needed: dict[str, int] = defaultdict(int)
+    for entry in decode_manifest(content, file=join_url(store.url, _key(folder, MANIFEST))).entries:
+        key = posixpath.normpath(_key(folder, entry.file))
+        needed[key] = max(needed[key], entry.record_offset + entry.record_nbytes)
+    folders = {posixpath.dirname(key) for key in needed if not key.startswith("..")}
+    held = {one.key: one.nbytes for name in folders for one in store.list(name)}
+    return [
+        f"{key} has {held[key]} of {nbytes} bytes" if key in held else f"{key} is missing"
+        for key, nbytes in sorted(needed.items())
+        if held.get(key, -1) < nbytes
+    ]
+
+
+def _if_uncommitted(store: Store, folder: str) -> UncommittedFolder | None:
+    step = parse_step_folder(folder)
+    if is_committed(store, folder):
+        return None
+    stored = store.list(folder)
+    names = [one.key.removeprefix(f"{folder}/") for one in stored]
+    if not stored or (step is None and not _shard_files(names)):
+        return None
+    nbytes = sum(one.nbytes for one in stored)
+    return UncommittedFolder(step, join_url(store.url, folder), len(stored), nbytes, _why_uncommitted(names))
+
+
+def _why_uncommitted(names: Sequence[str]) -> str:
+    if MANIFEST in names:
+        return "a save that stopped just before its commit: all files but .metadata"
+    if shards := _shard_files(names):
+        return f"a save that never finished: {_counted(len(shards), 'shard file')}, no .metadata"
+    return f"{_counted(len(names), 'file')}, no .metadata and no shard file"
+
+
+def _what_is_there(store: Store) -> str:
+    """Why the root of ``store`` is no checkpoint, for somebody who thought it was."""
+    try:
+        folders = store.list_folders()
+    except NotAFolderError:
+        return "this is a file; pass the folder that holds it"
+    there = _each(folders, lambda folder: is_committed(store, folder))
+    committed = [folder for folder, here in zip(folders, there, strict=True) if here]
+    steps = {folder: step for folder in folders if (step := parse_step_folder(folder)) is not None}
+    if newest := max((f for f in committed if f in steps), key=lambda f: steps[f], default=""):
+        count = _counted(sum(folder in steps for folder in committed), "checkpoint")
+        return f"this is a root with {count}, the newest is {newest}; pass {join_url(store.url, newest)}"
+    if committed:
+        return f"this folder contains {', '.join(committed)}; pass {join_url(store.url, committed[0])}"
+    names = [one.key for one in store.list()]
+    if steps:
+        return f"this is a root with {_counted(len(steps), 'step folder')}, none of them committed"
+    if not names:
+        return "nothing is there" if not root_exists(store) else "the folder is empty"
+    if MANIFEST in names or _shard_files(names):
+        return _why_uncommitted(names)
+    return f"{_counted(len(names), 'file')}, but no .metadata"
+
+
+def _shard_files(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.endswith(SHARD_SUFFIX) and "/" not in name]
+
+
+def _pointed_at(content: bytes, file: str) -> str:
+    try:
+        pointed_at = json.loads(content)["checkpoint_id"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"not a readable pointer: {error!r}", file=file) from error
+    if not isinstance(pointed_at, str) or not pointed_at:
+        raise CorruptCheckpointError(f"not a readable pointer: it leads to {pointed_at!r}", file=file)
+    return pointed_at
+
+
+def _url(store: Store, folder: str) -> str:
+    return join_url(store.url, folder) if folder else store.url
+
+
+def _key(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _by_step(one: CheckpointInfo | UncommittedFolder) -> tuple[float, str]:
+    return float("inf") if one.step is None else one.step, one.checkpoint_id
+
+
+def _each(folders: Sequence[str], look: Callable[[str], _T]) -> list[_T]:
+    """``look`` at every folder; a few at a time, since in a bucket each look is a wait."""
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        return list(pool.map(look, folders))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
