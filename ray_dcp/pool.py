@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_dcp.cluster.coordinator_actor import ensure_coordinator
+from ray_dcp.cluster.coordinator_actor import end_coordinator, ensure_coordinator
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.errors import ConfigError, GroupError, NotEnoughResourcesError, RankLostError
 
@@ -100,10 +100,7 @@ class RankPool:
     def shutdown(self) -> None:
         """Stop all ranks and the coordinator. Idempotent."""
         self._stop_ranks()
-        try:
-            ray.kill(ray.get_actor(f"coordinator/{self.name}", namespace="ray_dcp"))
-        except ValueError:
-            return  # it has ended already
+        end_coordinator(self.name)
 
     def __enter__(self) -> RankPool:
         self.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,8 @@ from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.wire import CallId
 
 NAMESPACE = "ray_dcp"
-_ARRIVAL_TIMEOUT_S = 600.0
-"""A rank that does not call what another one called this long ago is taken for absent."""
+_ARRIVAL_TIMEOUT_S = 1800.0
+"""A rank that does not call what another one called this long ago is taken for absent; gloo's default limit."""
 _PING_INTERVAL_S = 0.5
 _UNAVAILABLE_GRACE_S = 10.0
 """Ray cannot reach a process but has not declared it dead: it may come back within this time."""
@@ -84,7 +85,7 @@ class CoordinatorActor:
 
     async def contribute(self, call_id: CallId, rank: int, phase: str, message: bytes) -> Outcome:
         expiry = asyncio.get_running_loop().call_later(
-            _ARRIVAL_TIMEOUT_S, self._coordinator.expire, call_id, phase, _ARRIVAL_TIMEOUT_S
+            _ARRIVAL_TIMEOUT_S, self._coordinator.expire, call_id, _ARRIVAL_TIMEOUT_S
         )
         try:
             return Outcome(await asyncio.wrap_future(self._coordinator.contribute(call_id, rank, phase, message)))
@@ -105,6 +106,9 @@ class CoordinatorActor:
         if not self._coordinator.num_members:
             self._needed_until = time.monotonic()
 
+    async def ranks_failed(self, failed: dict[int, str]) -> None:
+        self._coordinator.ranks_failed(failed)
+
     async def keep(self, keeper: list[Any]) -> None:
         """Live at least as long as ``keeper``, an actor."""
         self._spawn(self._end_when_unneeded(), name="end")
@@ -123,7 +127,7 @@ class CoordinatorActor:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self, member: str, handle: Any) -> None:
-        why = await _death_of(handle)
+        why = await _death_of(handle, while_true=lambda: self._coordinator.knows(member))
         self._coordinator.member_lost(member, why)
         self._needed_until = time.monotonic() + _LINGER_S
 
@@ -138,10 +142,10 @@ class CoordinatorActor:
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-async def _death_of(handle: Any) -> str:
+async def _death_of(handle: Any, while_true: Callable[[], bool] = lambda: True) -> str:
     """Returns when the actor has died: why. An idle actor is asked now and then, a busy one holds the question."""
     unreachable_since: float | None = None
-    while True:
+    while while_true():
         try:
             await handle.__ray_ready__.remote()
             unreachable_since = None
@@ -152,6 +156,7 @@ async def _death_of(handle: Any) -> str:
             if time.monotonic() - unreachable_since > _UNAVAILABLE_GRACE_S:
                 return f"unreachable for {_UNAVAILABLE_GRACE_S:g} s: {_first_line(error)}"
         await asyncio.sleep(_PING_INTERVAL_S)
+    return "another process has taken its place"
 
 
 def _first_line(error: BaseException) -> str:
@@ -189,6 +194,14 @@ def ensure_coordinator(name: str, *, keeper: Any = None, node_id: str | None = N
     )
     ray.get(handle.keep.remote([keeper]) if keeper is not None else handle.generation.remote())
     return handle
+
+
+def end_coordinator(name: str) -> None:
+    """Stop the coordinator of group ``name`` now, if there is one: whoever calls this knows that its ranks are done."""
+    try:
+        ray.kill(ray.get_actor(f"coordinator/{name}", namespace=NAMESPACE))
+    except ValueError:
+        return  # it has ended already
 
 
 def ask(reference: Any, *, group: str) -> Any:

@@ -13,7 +13,7 @@ from ray_dcp.errors import GroupError
 if TYPE_CHECKING:
     from ray_dcp.cluster.group import RankGroup
 
-_LAZY_JOIN_TIMEOUT_S = 600.0
+_LAZY_JOIN_TIMEOUT_S = 1800.0
 """A group that is joined at its first save or load waits for the slowest rank to get there."""
 
 _entered: ContextVar[tuple[RankGroup, ...]] = ContextVar("ray_dcp_entered_groups", default=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -58,6 +59,8 @@ class RankGroup:
         coordinator, generation = _join(name, request, timeout_s)
         group = cls(name=name, rank=rank, world_size=world_size, generation=generation, coordinator=coordinator)
         current.set_joined(group)
+        if not ray.get_runtime_context().get_actor_id():
+            atexit.register(group.close)  # no actor, whose death Ray would tell of
         return group
 
     def start_call(self, kind: str, checkpoint_id: str = "") -> RemoteCall:
@@ -95,6 +98,7 @@ class RankGroup:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         current.forget_joined(self)
         try:
             self.background.settle()

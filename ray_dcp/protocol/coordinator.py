@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -62,11 +62,23 @@ class Coordinator:
                 for call in self._calls_of_generation():
                     call.fail(self._lost_failure(call))
 
+    def ranks_failed(self, failed: Mapping[int, str]) -> None:
+        """Somebody who runs the ranks says that these of the current generation have failed, and why."""
+        with self._lock:
+            for rank, why in sorted(failed.items()):
+                if rank < self._membership.world_size:
+                    self.member_lost(self._membership.member(rank), why)
+
     def leave(self, generation: int, rank: int) -> None:
         """Rank ``rank`` has closed its group; calls that it is still needed in fail."""
         with self._lock:
             if generation == self._membership.generation:
                 self.member_lost(self._membership.member(rank), "closed its group")
+
+    def knows(self, member: str) -> bool:
+        """Whether the process counts for anything: it is in the current generation or waits for the next."""
+        with self._lock:
+            return self._membership.knows(member)
 
     @property
     def num_members(self) -> int:
@@ -99,14 +111,14 @@ class Coordinator:
         with self._lock:
             self._call(call_id, failure.rank).fail([failure])
 
-    def expire(self, call_id: CallId, phase: str, waited_s: float) -> None:
-        """Fail the call unless all parts of ``phase`` are there: names the ranks that never came."""
+    def expire(self, call_id: CallId, waited_s: float) -> None:
+        """Fail the call unless every rank has made it by now: names those that never came."""
         with self._lock:
             call = self._calls.get(call_id)
-            absent = call.absent(phase) if call is not None else []
+            absent = call.absent() if call is not None else []
             if call is not None and absent:
                 message = f"did not call {call_id.kind} within {waited_s:g} s of the first rank that did"
-                call.fail([RankFailure(rank, phase, "TimeoutError", message, "") for rank in absent])
+                call.fail([RankFailure(rank, "collect", "TimeoutError", message, "") for rank in absent])
 
     def _call(self, call_id: CallId, rank: int) -> _OpenCall:
         if call_id.generation != self._membership.generation:
@@ -191,10 +203,11 @@ class _OpenCall:
         self._stepping = self._failure is None and len(self._parts.get(phase, {})) == self._world_size
         return self._stepping
 
-    def absent(self, phase: str) -> list[int]:
+    def absent(self) -> list[int]:
+        """Ranks that have not made this call."""
         if self.ended:
             return []
-        return sorted(set(range(self._world_size)) - self._parts.get(phase, {}).keys())
+        return sorted(set(range(self._world_size)) - self._parts.get(self._session.phases[0], {}).keys())
 
     def run(self, phase: str) -> None:
         """Carry out the coordinator's step of a complete phase and answer every rank, or fail the call."""

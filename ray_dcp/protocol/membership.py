@@ -67,6 +67,10 @@ class Membership:
         self.lost.setdefault(rank, why)
         return rank
 
+    def knows(self, member: str) -> bool:
+        """Whether ``member`` is in the current generation or waits for the next."""
+        return member in self._members or any(request.member == member for request, _ in self._forming.values())
+
     def member(self, rank: int) -> str:
         return self._members[rank]
 

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec
 import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
+from ray_dcp.cluster.coordinator_actor import NAMESPACE, end_coordinator, ensure_coordinator
 from ray_dcp.cluster.train_context import train_group_name
 from ray_dcp.errors import ConfigError
 from ray_dcp.train.lost_nodes import alive_node_ids, wait_for_lost_nodes
@@ -60,6 +61,8 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback):
             raise ConfigError("node_loss_wait_s", f"must be zero or more seconds, not {node_loss_wait_s!r}")
         self._node_loss_wait_s = float(node_loss_wait_s)
         self._requester_id = ""
+        self._group = ""
+        self._told_of_failure = False
         self._is_elastic = False
         self._group_nodes: frozenset[str] = frozenset()
         self._known_nodes: frozenset[str] | None = None
@@ -71,12 +74,13 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback):
         self._requester_id = f"train-{train_run_context.run_id}"
         self._is_elastic = train_run_context.scaling_config.elasticity_enabled
         run_config = train_run_context.run_config
-        name = train_group_name(run_config.name, run_config.storage_context.experiment_fs_path)
+        self._group = train_group_name(run_config.name, run_config.storage_context.experiment_fs_path)
         # Beside the start of the workers, which takes longer. What fails here is done again by the workers.
-        threading.Thread(target=_start_coordinator, args=(name,), daemon=True).start()
+        threading.Thread(target=_start_coordinator, args=(self._group,), daemon=True).start()
 
     @_never_fails_the_run
     def after_worker_group_start(self, worker_group: Any) -> None:
+        self._told_of_failure = False
         self._group_nodes = frozenset(worker.metadata.node_id for worker in worker_group.get_workers())
 
     @_never_fails_the_run
@@ -101,6 +105,22 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback):
         if before is not None and before != self._known_nodes:
             self._recompute_reservation(wait=False)
 
+    @_never_fails_the_run
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        failed = {rank: repr(error) for rank, error in worker_group_status.errors.items()}
+        if failed and not self._told_of_failure:
+            # Ranks that wait for the failed ones in a save or load need not wait until Ray stops them.
+            self._told_of_failure = True
+            ray.get_actor(f"coordinator/{self._group}", namespace=NAMESPACE).ranks_failed.remote(failed)
+
+    @_never_fails_the_run
+    def after_controller_finish(self, result: Any) -> None:
+        end_coordinator(self._group)
+
+    @_never_fails_the_run
+    def before_controller_abort(self) -> None:
+        end_coordinator(self._group)
+
     def _recompute_reservation(self, *, wait: bool) -> None:
         """Let Ray's autoscaling coordinator look at the nodes now: by itself it does so every 20 seconds."""
         # Private in Ray. Where it is gone, an elastic restart takes as long as Ray's own.
@@ -117,8 +137,6 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback):
 @_never_fails_the_run
 def _start_coordinator(name: str) -> None:
     """Have the run's coordinator up before its workers are, on this node, for as long as the controller lives."""
-    from ray_dcp.cluster.coordinator_actor import ensure_coordinator
-
     here = ray.get_runtime_context()
     # On a worker's node it would be lost together with that worker.
     ensure_coordinator(name, keeper=here.current_actor, node_id=here.get_node_id())

@@ -52,7 +52,7 @@ def test_a_folder_that_was_never_committed(tmp_path):
     (tmp_path / "c" / ".metadata").unlink()
     error = load_failure(tmp_path / "c")
     assert isinstance(error.__cause__, CheckpointNotFoundError)
-    assert "never finished" in str(error)
+    assert "before its commit" in str(error)
 
 
 def test_a_root_in_place_of_a_checkpoint(tmp_path):

@@ -80,6 +80,14 @@ def test_a_lost_rank_fails_the_open_call_and_all_later_ones_until_the_group_re_f
     assert arrive(coordinator, 0, generation=2).exception(0) is None
 
 
+def test_ranks_that_their_runner_calls_failed_are_lost():
+    coordinator = formed(3)
+    waiting = arrive(coordinator, 0)
+    coordinator.ranks_failed({1: "out of memory", 7: "no such rank"})
+    assert waiting.exception(0).failed_ranks == (1,)
+    assert "out of memory" in str(waiting.exception(0))
+
+
 def test_calls_of_an_older_generation_are_refused_by_name():
     coordinator = formed(2)
     waiting = arrive(coordinator, 0)
@@ -152,15 +160,22 @@ def test_different_calls_at_the_same_place_name_both():
 def test_a_rank_that_never_calls_is_named():
     coordinator = formed(3)
     waiting = arrive(coordinator, 0)
-    coordinator.expire(CallId(1, 0, "barrier"), "arrive", 600.0)
+    coordinator.expire(CallId(1, 0, "barrier"), 600.0)
     assert waiting.exception(0).failed_ranks == (1, 2)
     assert "within 600 s" in str(waiting.exception(0))
+
+
+def test_a_rank_that_has_called_may_take_its_time():
+    coordinator = formed(2)
+    futures = [arrive(coordinator, rank, kind="load") for rank in (0, 1)]
+    coordinator.expire(CallId(1, 0, "load"), 600.0)
+    assert all("within 600 s" not in str(future.exception(0)) for future in futures)
 
 
 def test_expiry_after_the_end_changes_nothing():
     coordinator = formed(1)
     assert arrive(coordinator, 0).exception(0) is None
-    coordinator.expire(CallId(1, 0, "barrier"), "arrive", 600.0)
+    coordinator.expire(CallId(1, 0, "barrier"), 600.0)
     assert arrive(coordinator, 0, number=1).exception(0) is None
 
 
