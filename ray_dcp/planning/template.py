@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    _check_box_overlap,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -191,29 +195,43 @@ def _repeats_memory(tensor: torch.Tensor) -> bool:
 
 def _uncovered_regions(plan: LoadPlan, flat: Mapping[str, Any]) -> list[str]:
     """A line for each region of the template that the planned reads do not fill exactly once."""
-    filled: dict[tuple[str, torch.Size | None], int] = defaultdict(int)
+    reads: dict[tuple[str, torch.Size | None], list[ChunkStorageMetadata]] = defaultdict(list)
     for item in plan.items:
-        filled[item.dest_index.fqn, item.dest_index.offset] += math.prod(item.lengths)
+        reads[item.dest_index.fqn, item.dest_index.offset].append(ChunkStorageMetadata(item.dest_offsets, item.lengths))
     problems = []
     for fqn, value in flat.items():
         if not isinstance(value, torch.Tensor) or _holds_nothing(value):
             continue
         for chunk in _create_chunk_list(value):
-            missing = math.prod(chunk.sizes) - filled[fqn, chunk.offsets]
+            boxes = reads[fqn, chunk.offsets]
+            region = f"region of shape {tuple(chunk.sizes)} at offsets {tuple(chunk.offsets)}"
+            if _overlap(boxes):
+                problems.append(f"{fqn}: stored chunks overlap within the {region}, so its values are ambiguous")
+                continue
+            whole = math.prod(chunk.sizes)
+            missing = whole - sum(math.prod(box.sizes) for box in boxes)
             if missing:
-                problems.append(_region_problem(fqn, chunk, missing))
+                problems.append(f"{fqn}: no stored chunk covers {missing} of {whole} elements of the {region}")
     return problems
+
+
+def _overlap(boxes: list[ChunkStorageMetadata]) -> bool:
+    """Whether any two share an element. Sweeps along the dimension that tells most of them apart."""
+    boxes = [box for box in boxes if math.prod(box.sizes)]
+    if len(boxes) < 2 or not boxes[0].sizes:
+        return len(boxes) > 1
+    sweep = max(range(len(boxes[0].sizes)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    active: list[ChunkStorageMetadata] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[sweep]):
+        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > box.offsets[sweep]]
+        if any(_check_box_overlap(box, other) for other in active):
+            return True
+        active.append(box)
+    return False
 
 
 def _holds_nothing(value: torch.Tensor) -> bool:
     return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
-
-
-def _region_problem(fqn: str, chunk: ChunkStorageMetadata, missing: int) -> str:
-    region = f"region of shape {tuple(chunk.sizes)} at offsets {tuple(chunk.offsets)}"
-    if missing < 0:
-        return f"{fqn}: stored chunks overlap within the {region}, so its values are ambiguous"
-    return f"{fqn}: no stored chunk covers {missing} of {math.prod(chunk.sizes)} elements of the {region}"
 
 
 __all__ = ["TemplateCheck", "TemplatePlanner", "set_at"]
