@@ -1,0 +1,119 @@
+"""What is in one checkpoint, name by name: from its manifest, or from ``.metadata`` where torch wrote it."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_dcp.catalog import CheckpointInfo, describe, open_manifest
+from ray_dcp.layout import METADATA
+from ray_dcp.manifest import Entry, Manifest
+from ray_dcp.storage.open import open_store
+from ray_dcp.storage.store import Store
+from ray_dcp.storage.urls import join_url
+
+_RANK_OF_FILE = re.compile(r"__(\d+)_\d+(_[0-9a-f]+)?\.distcp")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor over all its chunks."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_chunks: int
+    nbytes: int
+    ranks: tuple[int, ...]
+    """Those that wrote a chunk; none where the files do not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPythonObject:
+    """One Python object."""
+
+    fqn: str
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointContents:
+    """Everything about one checkpoint that can be told without reading a shard file."""
+
+    checkpoint: CheckpointInfo
+    tensors: Sequence[StoredTensor]
+    """Sorted by name."""
+    objects: Sequence[StoredPythonObject]
+    """Sorted by name."""
+    attempt: str | None = None
+    format_version: int | None = None
+    """None where there is no manifest."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_contents(checkpoint_id: str) -> CheckpointContents:
+    """The contents of a committed checkpoint, a pointer followed."""
+    info = describe(checkpoint_id)
+    store = open_store(info.checkpoint_id)
+    manifest = open_manifest(store)
+    return _from_metadata(info, store) if manifest is None else _from_manifest(info, manifest)
+
+
+def _from_manifest(info: CheckpointInfo, manifest: Manifest) -> CheckpointContents:
+    by_name: dict[str, list[Entry]] = defaultdict(list)
+    for entry in manifest.entries:
+        by_name[entry.fqn].append(entry)
+    named = sorted(by_name.items())
+    return CheckpointContents(
+        checkpoint=info,
+        tensors=[_tensor(fqn, chunks) for fqn, chunks in named if chunks[0].dtype is not None],
+        objects=[
+            StoredPythonObject(fqn, sum(e.record_nbytes for e in found), _ranks(e.rank for e in found))
+            for fqn, found in named
+            if found[0].dtype is None
+        ],
+        attempt=manifest.attempt,
+        format_version=manifest.format_version,
+        versions=manifest.versions,
+    )
+
+
+def _tensor(fqn: str, chunks: Sequence[Entry]) -> StoredTensor:
+    ends = [[o + s for o, s in zip(e.offsets or (), e.sizes or (), strict=True)] for e in chunks]
+    return StoredTensor(
+        fqn=fqn,
+        shape=tuple(max(along) for along in zip(*ends, strict=True)),
+        dtype=chunks[0].dtype or "",
+        num_chunks=len(chunks),
+        nbytes=sum(e.payload_nbytes for e in chunks),
+        ranks=_ranks(e.rank for e in chunks),
+    )
+
+
+def _from_metadata(info: CheckpointInfo, store: Store) -> CheckpointContents:
+    # Only here is torch needed, and it takes seconds to import: the command line starts without it.
+    metadata_file = importlib.import_module("ray_dcp.dcp_io.metadata_file")
+    metadata = metadata_file.decode_metadata(store.get(METADATA), file=join_url(store.url, METADATA))
+    stored: dict[str, list[Any]] = defaultdict(list)
+    for index, place in (metadata.storage_data or {}).items():
+        stored[index.fqn].append(place)
+    tensors, objects = [], []
+    for fqn, described in sorted(metadata.state_dict_metadata.items()):
+        ranks = _ranks(int(m[1]) for p in stored[fqn] if (m := _RANK_OF_FILE.search(str(p.relative_path))))
+        if hasattr(described, "chunks"):
+            dtype, shape = described.properties.dtype, tuple(described.size)
+            name, nbytes = str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize
+            tensors.append(StoredTensor(fqn, shape, name, len(described.chunks), nbytes, ranks))
+        else:
+            objects.append(StoredPythonObject(fqn, sum(p.length for p in stored[fqn]), ranks))
+    return CheckpointContents(info, tensors, objects)
+
+
+def _ranks(ranks: Any) -> tuple[int, ...]:
+    return tuple(sorted(set(ranks)))

@@ -1,0 +1,99 @@
+"""``ray-dcp list ROOT``: the committed checkpoints of a run."""
+
+from __future__ import annotations
+
+import argparse
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ray_dcp.catalog import (
+    CheckpointInfo,
+    UncommittedFolder,
+    is_committed,
+    list_checkpoints,
+    list_uncommitted,
+    root_exists,
+)
+from ray_dcp.cli.exit_codes import EXIT_CODES
+from ray_dcp.errors import CheckpointNotFoundError
+from ray_dcp.storage.open import open_store
+from ray_dcp.storage.urls import shown_url
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+@dataclass(frozen=True, slots=True)
+class RootListing:
+    """What ``list`` prints."""
+
+    root: str
+    checkpoints: Sequence[CheckpointInfo]
+    uncommitted: Sequence[UncommittedFolder]
+
+
+def add_list(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``list``."""
+    parser = commands.add_parser(
+        "list",
+        help="list the committed checkpoints under a root",
+        description="List the committed checkpoints under ROOT, oldest step first, and saves that never finished.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("root", metavar="ROOT", help="path or URL of the folder that holds the step folders")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.set_defaults(command=list_root)
+
+
+def list_root(arguments: argparse.Namespace) -> int:
+    """List a root. Raises ``CheckpointNotFoundError`` where there is not even a root."""
+    from ray_dcp.cli import output
+
+    store = open_store(arguments.root)
+    listing = RootListing(store.url, list_checkpoints(arguments.root), list_uncommitted(arguments.root))
+    nothing = not listing.checkpoints and not listing.uncommitted
+    if nothing and not root_exists(store):
+        raise CheckpointNotFoundError(shown_url(arguments.root), "nothing is there")
+    if arguments.json:
+        output.print_json(listing)
+        return 0
+    if listing.checkpoints:
+        _print_checkpoints(listing)
+    elif is_committed(store):
+        output.print_line(f"{shown_url(arguments.root)} is itself a checkpoint: see ray-dcp show")
+    else:
+        output.print_line(f"no checkpoints under {shown_url(arguments.root)}")
+    if listing.uncommitted:
+        output.print_line()
+        output.print_line(f"{len(listing.uncommitted)} unfinished:", style="yellow")
+        for one in listing.uncommitted:
+            output.print_line(f"  {_name(one)}  {output.format_nbytes(one.nbytes)}  {one.reason}")
+    return 0
+
+
+def _print_checkpoints(listing: RootListing) -> None:
+    from ray_dcp.cli import output
+
+    total = output.format_nbytes(sum(info.nbytes for info in listing.checkpoints))
+    count = output.counted(len(listing.checkpoints), "checkpoint")
+    output.print_line(f"{count}, {total}, under {shown_url(listing.root)}")
+    output.print_line()
+    table = output.new_table("step", "folder", "size", "ranks", "created", "metrics", right=("step", "size", "ranks"))
+    for info in listing.checkpoints:
+        output.add_row(
+            table,
+            "-" if info.step is None else str(info.step),
+            _name(info),
+            output.format_nbytes(info.nbytes),
+            "-" if info.world_size is None else str(info.world_size),
+            output.format_time(info.created),
+            output.format_metrics(info.metrics),
+        )
+    output.print_table(table)
+
+
+def _name(one: CheckpointInfo | UncommittedFolder) -> str:
+    return posixpath.basename(one.checkpoint_id.partition("?")[0])

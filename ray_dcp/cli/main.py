@@ -1,0 +1,56 @@
+"""``ray-dcp``: checkpoints from a shell. Starts without Ray and without torch."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from ray_dcp.cli.exit_codes import EXIT_CODES
+from ray_dcp.cli.list import add_list
+from ray_dcp.cli.show import add_show
+from ray_dcp.errors import RayDcpError
+from ray_dcp.version import __version__
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; an error is one line on stderr."""
+    arguments = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    logging.basicConfig(format="ray-dcp: %(message)s", level=logging.WARNING)
+    try:
+        code: int = arguments.command(arguments)
+        # A reader that went away is noticed here, not while the interpreter shuts down.
+        sys.stdout.flush()
+    except RayDcpError as error:
+        print("ray-dcp:", " ".join(str(error).split("\n")), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more when it exits, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ray-dcp",
+        description="Look at the checkpoints that ray_dcp and torch.distributed.checkpoint write.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ray-dcp {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_list(commands)
+    add_show(commands)
+    return parser

@@ -1,0 +1,98 @@
+"""The command line as a process: what it imports, how it ends."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ray_dcp.cli.main import main
+from ray_dcp.version import __version__
+from tests.test_catalog import commit
+
+COMMAND = [sys.executable, "-c", "import sys; from ray_dcp.cli.main import main; sys.exit(main())"]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ray-dcp {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["list"], ["show"]])
+def test_each_help_ends_with_the_exit_codes(capsys, arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--help"])
+    assert ended.value.code == 0
+    epilog = capsys.readouterr().out.partition("exit codes:\n")[2]
+    assert [line.split()[0] for line in epilog.splitlines()] == ["0", "1", "2", "3", "4", "5", "130"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["list"], ["nope"], ["list", "a", "b"], ["show", "x", "--nope"]])
+def test_wrong_usage_is_code_two(capsys, arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("command", [["list"], ["show"]])
+def test_neither_ray_nor_torch_is_imported(tmp_path, command):
+    commit(str(tmp_path), "step-1", step=1)
+    target = tmp_path if command == ["list"] else tmp_path / "step-1"
+    script = """if True:
+        import sys
+        from ray_dcp.cli.main import main
+        code = main()
+        print([name for name in ("ray", "torch") if name in sys.modules], file=sys.stderr)
+        sys.exit(code)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command, str(target)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+
+
+def test_the_installed_command_runs(tmp_path):
+    command = os.path.join(os.path.dirname(sys.executable), "ray-dcp")
+    if not os.path.exists(command):
+        pytest.skip("ray_dcp is not installed")
+    done = subprocess.run([command, "list", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"no checkpoints under {tmp_path}\n")
+
+
+def test_a_reader_that_goes_away_is_no_error_to_show(tmp_path):
+    for step in range(300):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}/.metadata").write_bytes(b"")
+    listing = subprocess.Popen(
+        [*COMMAND, "list", str(tmp_path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    listing.stdout.close()
+    assert listing.stderr.read() == b""
+    assert listing.wait() == 1
+
+
+def test_an_interrupt_is_quiet(tmp_path):
+    script = """if True:
+        import os, signal, sys
+        from ray_dcp.cli.main import main
+        os.scandir = lambda path: os.kill(os.getpid(), signal.SIGINT)
+        sys.exit(main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script, "list", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_name_that_the_terminal_cannot_show_is_no_error(tmp_path):
+    commit(str(tmp_path), "step-1", metrics={"\u65e5\u672c": 1})
+    done = subprocess.run(
+        [*COMMAND, "list", str(tmp_path)],
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\u65e5\\u672c=1" in done.stdout
