@@ -68,7 +68,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         found = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in ("errors", "train"):
+    elif name in ("errors", "train", "staging", "storage"):
         found = importlib.import_module(f"ray_dcp.{name}")
     elif name.startswith("__"):
         raise AttributeError(f"module 'ray_dcp' has no attribute {name!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import time
 import uuid
@@ -23,10 +24,10 @@ from torch.futures import Future
 
 from ray_dcp.dcp_io.metadata_file import encode_metadata
 from ray_dcp.dcp_io.record import Payload, write_python, write_tensor
-from ray_dcp.errors import StateDictError, StoreError
+from ray_dcp.errors import ConfigError, StateDictError, StoreError
 from ray_dcp.layout import MANIFEST, METADATA, ShardFile
 from ray_dcp.manifest import Entry, Manifest, encode_manifest, metadata_digest
-from ray_dcp.planning.state_dict import tensor_problem
+from ray_dcp.planning.state_dict import record_settings, tensor_problem
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import ObjectWriter, Store
 from ray_dcp.version import __version__
@@ -68,7 +69,7 @@ class StoreWriter(StorageWriter):
         super().__init__()
         self.checkpoint_id = os.fspath(checkpoint_id) if checkpoint_id is not None else ""
         self.step = step
-        self.metrics = dict(metrics or {})
+        self.metrics = _as_json_values(metrics or {})
         self._attempt = ""
         self._world_size = 0
         self._planned: dict[Any, int] = {}
@@ -109,7 +110,7 @@ class StoreWriter(StorageWriter):
         if plan.items:
             key = ShardFile(target.rank, 0, target.attempt).key
             self._written_key = key
-            with self.store.put_new(key) as sink:
+            with self.store.put_new(key) as sink, record_settings():
                 written = [_write_item(sink, item, planner, key, target.rank) for item in _python_first(plan.items)]
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)
@@ -163,6 +164,15 @@ class StoreWriter(StorageWriter):
             metrics=self.metrics,
             versions={"torch": torch.__version__, "ray_dcp": __version__},
         )
+
+
+def _as_json_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """``metrics`` as they will be read back; numbers of numpy and torch become Python's."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(metrics), default=lambda value: value.item()))
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ConfigError("metrics", f"must be JSON values: numbers, strings, lists and dicts ({error})") from error
+    return plain
 
 
 def _python_first(items: Iterable[WriteItem]) -> list[WriteItem]:

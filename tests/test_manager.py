@@ -1,0 +1,125 @@
+"""``CheckpointManager``: steps under a root, alone and over several ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ray_dcp as dcp
+from ray_dcp import CheckpointException
+from ray_dcp.errors import ConfigError
+from tests.actors import SharedRanks
+
+
+def state(value: float = float("nan")):
+    return {"w": torch.full((4,), value), "step": 0}
+
+
+def test_steps_are_saved_listed_and_loaded(tmp_path):
+    manager = dcp.CheckpointManager(tmp_path / "run")
+    assert manager.latest() is None
+    assert manager.list() == []
+    assert manager.load(state()) is None
+    for step in (10, 20):
+        info = manager.save(
+            step,
+            {"w": torch.full((4,), float(step)), "step": step},
+            metrics={"loss": torch.tensor(1.0 / step, dtype=torch.float64)},
+        )
+        assert (info.step, info.world_size, info.metrics) == (step, 1, {"loss": 1.0 / step})
+        assert info.checkpoint_id == str(tmp_path / "run" / f"step-000000{step}")
+        assert info.nbytes > 16
+    assert [info.step for info in manager.list()] == [10, 20]
+    assert manager.latest() == manager.list()[-1]
+    newest, older = state(), state()
+    assert manager.load(newest) == 20
+    assert manager.load(older, step=10) == 10
+    assert (newest["step"], older["step"], newest["w"][0].item(), older["w"][0].item()) == (20, 10, 20.0, 10.0)
+
+
+def test_an_asynchronous_save_becomes_the_newest_when_it_is_committed(tmp_path):
+    manager = dcp.CheckpointManager(tmp_path)
+    manager.save(1, {"w": torch.ones(4), "step": 1})
+    manager.async_save(2, {"w": torch.full((4,), 2.0), "step": 2})
+    manager.wait()
+    loaded = state()
+    assert manager.load(loaded) == 2
+    assert loaded["step"] == 2
+    manager.close()
+
+
+def test_what_is_not_whole_is_not_the_newest(tmp_path):
+    manager = dcp.CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, {"w": torch.full((4,), float(step)), "step": step})
+    (tmp_path / "step-00000003" / ".metadata").unlink()
+    (shard,) = (tmp_path / "step-00000002").glob("*.distcp")
+    shard.unlink()
+    loaded = state()
+    assert manager.load(loaded) == 1
+    assert loaded["step"] == 1
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    manager = dcp.CheckpointManager(tmp_path)
+    for value in (1.0, 2.0):
+        manager.save(5, {"w": torch.full((4,), value), "step": int(value)})
+    loaded = state()
+    assert manager.load(loaded) == 5
+    assert loaded["step"] == 2
+    assert [info.step for info in manager.list()] == [5]
+
+
+def test_a_step_that_is_not_there(tmp_path):
+    manager = dcp.CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointException, match="step-00000007"):
+        manager.load(state(), step=7)
+
+
+def test_a_bad_step_or_root_is_refused(tmp_path):
+    manager = dcp.CheckpointManager(tmp_path)
+    for step in (-1, 1.5, "3", True):
+        with pytest.raises(ConfigError, match="step"):
+            manager.save(step, state(0.0))
+    with pytest.raises(ConfigError, match="root"):
+        dcp.CheckpointManager()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_works_on_a_memory_store():
+    manager = dcp.CheckpointManager("memory://manager-test/run")
+    manager.save(3, {"w": torch.ones(4), "step": 3})
+    loaded = state()
+    assert manager.load(loaded) == 3
+    assert loaded["w"].tolist() == [1.0] * 4
+
+
+def _save_and_load(rank, world_size, root):
+    import ray_dcp.catalog
+    import ray_dcp.manager
+
+    manager = dcp.CheckpointManager(root)
+    shards = dcp.LocalShards((2 * world_size,), {(2 * rank,): torch.full((2,), float(rank))})
+    infos = [manager.save(step, {"w": shards, "step": step}) for step in (1, 2)]
+
+    def blind(root):
+        raise AssertionError("a rank looks for the newest step by itself")
+
+    ray_dcp.catalog.latest_checkpoint = ray_dcp.manager.latest_checkpoint = blind
+    template = {"w": dcp.LocalShards((2 * world_size,), {(2 * rank,): torch.zeros(2)}), "step": 0}
+    step = manager.load(template)
+    return step, template["step"], template["w"].chunks[2 * rank,].tolist(), [info.step for info in infos]
+
+
+@pytest.mark.ray
+def test_all_ranks_load_the_one_step_that_was_looked_up_once(ray_session, tmp_path):
+    own = SharedRanks()  # they are blinded for good
+    assert own.ok(3, _save_and_load, tmp_path) == [(2, 2, [float(rank)] * 2, [1, 2]) for rank in range(3)]
+    own.forget()
+
+
+def test_metrics_that_are_no_json_are_refused_before_anything_is_written(tmp_path):
+    manager = dcp.CheckpointManager(tmp_path)
+    with pytest.raises(ConfigError, match="metrics"):
+        manager.save(1, state(0.0), metrics={"loss": torch.ones(2)})
+    assert list(tmp_path.iterdir()) == []
