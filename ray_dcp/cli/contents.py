@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -85,7 +86,8 @@ def _from_manifest(info: CheckpointInfo, manifest: Manifest) -> CheckpointConten
 
 
 def _tensor(fqn: str, chunks: Sequence[Entry]) -> StoredTensor:
-    ends = [[o + s for o, s in zip(e.offsets or (), e.sizes or (), strict=True)] for e in chunks]
+    # A chunk that is the whole tensor need not say that it starts at 0.
+    ends = [[o + s for o, s in itertools.zip_longest(e.offsets or (), e.sizes or (), fillvalue=0)] for e in chunks]
     return StoredTensor(
         fqn=fqn,
         shape=tuple(max(along) for along in zip(*ends, strict=True)),

@@ -1,0 +1,119 @@
+"""Every error of the package crosses a process boundary unchanged."""
+
+import copy
+import importlib
+import pickle
+import pkgutil
+
+import cloudpickle
+import pytest
+
+import ray_dcp
+from ray_dcp import errors
+from ray_dcp.errors import RayDcpError
+from ray_dcp.protocol.failures import CheckpointException, RankFailure
+
+DEAD = RankFailure(3, "write", "RankLostError", "its process died", "")
+EXAMPLES = [
+    errors.RayDcpError("anything"),
+    errors.ConfigError("keep_last", "is negative"),
+    errors.StoreError("no space left", url="s3://b/p", key="x"),
+    errors.ObjectNotFoundError("nothing there", url="/dir", key=".metadata"),
+    errors.StorePermissionError("denied", url="/dir"),
+    errors.NotAFolderError("a file", url="/dir/file"),
+    errors.UnknownSchemeError("unknown scheme", url="hdfsx://a"),
+    errors.CheckpointNotFoundError("/dir", "nothing is there"),
+    errors.CorruptCheckpointError("checksum", file="__0_0_ab.distcp", fqn="w", offset=64, nbytes=100),
+    errors.UnsafeDataError("os.system", file=".metadata", fqn="w"),
+    errors.FormatVersionError(found=2, supported=1, file="manifest.parquet"),
+    errors.StateDictError("does not fit", ["w: shape", "b: missing"]),
+    errors.EarlierSaveError(ValueError("disk full")),
+    errors.GroupError("something", group="run-7"),
+    errors.JoinTimeoutError(group="run-7", world_size=4, missing_ranks=[1, 3], timeout_s=60),
+    errors.RankConflictError("joined twice", group="run-7", rank=2),
+    errors.StaleGenerationError(group="run-7", generation=1, current=2),
+    errors.RankLostError(group="run-7", lost={2: "killed", 0: "its node died"}),
+    errors.CoordinatorLostError("killed", group="run-7"),
+    errors.NotEnoughResourcesError(group="run-7", min_ranks=4, fit=2, resources_per_rank={"CPU": 1.0}),
+    CheckpointException(
+        "save", "/dir/step-1", [RankFailure(1, "write", "StoreError", "no space left", "Traceback ..."), DEAD]
+    ),
+]
+by_name = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+
+
+def all_error_classes() -> set[type[RayDcpError]]:
+    """Of every module in the package, imported or not until now."""
+    for module in pkgutil.walk_packages(ray_dcp.__path__, "ray_dcp."):
+        importlib.import_module(module.name)
+    found, rest = set(), [RayDcpError]
+    while rest:
+        found.add(one := rest.pop())
+        rest += one.__subclasses__()
+    return {one for one in found if one.__module__.startswith("ray_dcp.")}
+
+
+def test_every_error_class_has_an_example():
+    """A new class is added to EXAMPLES, and so to all tests here."""
+    assert {type(error) for error in EXAMPLES} == all_error_classes()
+
+
+@by_name
+@pytest.mark.parametrize(
+    "carry",
+    [
+        lambda error: pickle.loads(pickle.dumps(error)),
+        lambda error: cloudpickle.loads(cloudpickle.dumps(error)),
+        copy.copy,
+        copy.deepcopy,
+        lambda error: pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(error)))),
+    ],
+    ids=["pickle", "cloudpickle", "copy", "deepcopy", "twice"],
+)
+def test_an_error_arrives_as_itself(error, carry):
+    arrived = carry(error)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert repr(arrived) == repr(error)
+    assert arrived.args == error.args
+    assert vars(arrived) == vars(error)
+
+
+@pytest.mark.parametrize("error", EXAMPLES[:-1], ids=lambda error: type(error).__name__)
+def test_a_note_arrives_too(error):
+    noted = copy.copy(error)
+    noted.add_note("while saving step 3")
+    assert pickle.loads(pickle.dumps(noted)).__notes__ == ["while saving step 3"]
+
+
+@by_name
+def test_facts_are_attributes_and_in_the_message(error):
+    for value in vars(error).values():
+        if isinstance(value, str) and value:
+            assert value in str(error)
+
+
+@by_name
+def test_an_exit_code_is_one_of_those_in_the_help(error):
+    from ray_dcp.cli.exit_codes import EXIT_CODES
+
+    assert f"\n  {error.exit_code}  " in EXIT_CODES
+
+
+def test_builtin_bases_are_what_a_caller_would_catch():
+    with pytest.raises(FileNotFoundError):
+        raise errors.CheckpointNotFoundError("/dir", "nothing is there")
+    with pytest.raises(PermissionError):
+        raise errors.StorePermissionError("denied", url="/dir")
+    with pytest.raises(TimeoutError):
+        raise errors.JoinTimeoutError(group="g", world_size=1, missing_ranks=[0], timeout_s=1)
+
+
+def test_all_problems_of_a_state_dict_are_in_the_message():
+    error = errors.StateDictError("does not fit", ["w: shape", "b: missing"])
+    assert str(error) == "does not fit\n  - w: shape\n  - b: missing"
+
+
+def test_the_tree_in_the_docstring_is_the_tree():
+    drawn = {word for word in errors.__doc__.split() if word.endswith(("Error", "Exception"))} - {"(Exception)"}
+    assert {error.__name__ for error in all_error_classes()} <= drawn
