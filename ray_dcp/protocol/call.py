@@ -34,8 +34,11 @@ class Call(Protocol):
         """Tell the others that this rank has failed; never raises."""
         ...
 
-    def carry(self, role: str, user_object: Any) -> Any:
-        """``user_object`` in the form in which the coordinator's half takes it."""
+    def carry(self, *user_objects: Any) -> Any:
+        """Planners, writers and readers in the form in which the coordinator's half takes them.
+
+        None where they cannot travel, so that their global steps are this rank's.
+        """
         ...
 
 
@@ -78,8 +81,8 @@ class SoloCall:
     def report(self, failure: RankFailure) -> None:
         """There is nobody else."""
 
-    def carry(self, role: str, user_object: Any) -> Any:
-        return user_object
+    def carry(self, *user_objects: Any) -> Any:
+        return user_objects
 
 
 class RemoteCall:
@@ -125,8 +128,8 @@ class RemoteCall:
             # The coordinator is gone, so nobody waits there for this rank; the failure itself is raised here.
             return
 
-    def carry(self, role: str, user_object: Any) -> Any:
-        return carry(role, user_object)
+    def carry(self, *user_objects: Any) -> Any:
+        return carry(*user_objects)
 
 
 def coordinator_phase(kind: str, phase: str) -> str:

@@ -173,6 +173,7 @@ class _OpenCall:
         self._lock = lock
         self._session = SESSIONS[call_id.kind]()
         self._parts: dict[str, dict[int, tuple[bytes, Future[bytes]]]] = {}
+        self._phase_now = self._session.first_phase
         self._failure: CheckpointException | None = None
         self._stepping = False
         self._failed_while_stepping: list[RankFailure] = []
@@ -181,7 +182,7 @@ class _OpenCall:
     @property
     def phase_now(self) -> str:
         """The phase that is being waited for or carried out."""
-        return next(reversed(self._parts), self._session.phases[0])
+        return self._phase_now
 
     def put(self, rank: int, phase: str, message: bytes) -> Future[bytes]:
         future: Future[bytes] = Future()
@@ -207,7 +208,7 @@ class _OpenCall:
         """Ranks that have not made this call."""
         if self.ended:
             return []
-        return sorted(set(range(self._world_size)) - self._parts.get(self._session.phases[0], {}).keys())
+        return sorted(set(range(self._world_size)) - self._parts.get(self._session.first_phase, {}).keys())
 
     def run(self, phase: str) -> None:
         """Carry out the coordinator's step of a complete phase and answer every rank, or fail the call."""
@@ -221,7 +222,9 @@ class _OpenCall:
             )
             return
         with self._lock:
-            self.ended = phase == self._session.phases[-1]
+            following = self._session.next_phase(phase)
+            self.ended = following is None
+            self._phase_now = following or phase
             for (_, future), answer in zip(parts, encoded, strict=True):
                 future.set_result(answer)
             self._end_step([])

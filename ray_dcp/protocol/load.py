@@ -9,8 +9,8 @@ every rank has all its bytes.
 
 from __future__ import annotations
 
-import inspect
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,13 @@ from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.state_dict import unbound
 from ray_dcp.planning.template import TemplateCheck, TemplatePlanner
 from ray_dcp.protocol.call import Call, phase
-from ray_dcp.protocol.sessions import LoadContribution, OpenContribution
+from ray_dcp.protocol.sessions import (
+    LoadContribution,
+    OnRankZero,
+    OpenContribution,
+    accepted,
+    plan_load_globally,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +135,14 @@ def _plan(request: LoadRequest, template: _Template, metadata: Metadata, call: C
     """Agree with all ranks on who reads what, all templates checked."""
     with phase(call, "plan"):
         is_coordinator = call.rank == 0
-        carried = _carried(request, call) if is_coordinator else ()
+        carried = _carried(request, call) if is_coordinator else None
         local_plan = _plan_locally(request, template, metadata, call)
         check = request.planner.check(local_plan) if isinstance(request.planner, TemplatePlanner) else None
         problems = tuple(template.per_rank.problems(metadata.state_dict_metadata))
-        part = LoadContribution(local_plan, check, request.strict, problems, *carried)
-        final, unexpected = call.exchange("plan", part)
+        answer = call.exchange("plan", LoadContribution(local_plan, check, request.strict, problems, carried))
+        if isinstance(answer, OnRankZero):
+            answer = call.exchange("global plan", _plan_globally_here(request, answer))
+        final, unexpected = answer
         plan = request.planner.finish_plan(final)
     return _planned(plan, check, unexpected)
 
@@ -142,18 +150,19 @@ def _plan(request: LoadRequest, template: _Template, metadata: Metadata, call: C
 def _plan_locally(request: LoadRequest, template: _Template, metadata: Metadata, call: Call) -> LoadPlan:
     planner, reader, is_coordinator = request.planner, request.reader, call.rank == 0
     planner.set_up_planner(template.values, metadata, is_coordinator)
-    kwargs = {"rank": call.rank, "use_collectives": True}
-    if "kwargs" not in inspect.signature(reader.set_up_storage_reader).parameters:
-        kwargs = {}
-    reader.set_up_storage_reader(metadata, is_coordinator, **kwargs)
+    reader.set_up_storage_reader(metadata, is_coordinator, **accepted(reader.set_up_storage_reader, call.rank))
     return reader.prepare_local_plan(planner.create_local_plan())
 
 
-def _carried(request: LoadRequest, call: Call) -> tuple[Any, Any]:
+def _plan_globally_here(request: LoadRequest, order: OnRankZero) -> Sequence[LoadPlan] | None:
+    return None if order.parts is None else plan_load_globally(request.planner, request.reader, order.parts)
+
+
+def _carried(request: LoadRequest, call: Call) -> Any:
     """Planner and reader for the coordinator; ray_dcp's own have no global step, so torch's default stands in."""
     planner = DefaultLoadPlanner() if isinstance(request.planner, TemplatePlanner) else unbound(request.planner)
     reader = StoreReader() if isinstance(request.reader, StoreReader) else request.reader
-    return call.carry("planner", planner), call.carry("storage_reader", reader)
+    return call.carry(planner, reader)
 
 
 def _planned(plan: LoadPlan, check: TemplateCheck | None, unexpected: tuple[str, ...]) -> _PlannedLoad:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from ray_dcp.planning.state_dict import StatePlanner, collect_state, unbound, without_plan_cache
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException
-from ray_dcp.protocol.sessions import SaveContribution
+from ray_dcp.protocol.sessions import OnRankZero, SaveContribution, accepted, plan_globally
 from ray_dcp.staging.copies import copy_to_host
 
 
@@ -84,6 +84,8 @@ def plan_save(request: SaveRequest, call: Call) -> PlannedSave:
     with phase(call, "plan"):
         contribution = _plan_locally(state, request, call)
         final = call.exchange("plan", contribution)
+        if isinstance(final, OnRankZero):
+            final = call.exchange("global plan", _plan_globally_here(request, final))
         plan = request.planner.finish_plan(final)
     return PlannedSave(plan, request.planner, request.writer)
 
@@ -113,7 +115,12 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
     try:
         with phase(call, "write"):
             results = _write(planned)
-        return call.exchange("write", results)
+        metadata = call.exchange("write", results)
+        if isinstance(metadata, OnRankZero):
+            with phase(call, "commit"):
+                _commit_here(planned, metadata)
+            metadata = call.exchange("commit", None)
+        return metadata
     except CheckpointException as error:
         if _never_began_to_commit(error):
             _abandon(planned.writer)
@@ -123,19 +130,26 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
 def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> SaveContribution:
     is_coordinator = call.rank == 0
     planner, writer = without_plan_cache(request.planner), request.writer
-    carried = (call.carry("planner", unbound(planner)), call.carry("storage_writer", writer)) if is_coordinator else ()
+    carried = call.carry(unbound(planner), writer) if is_coordinator else None
     storage_meta = writer.storage_meta()
     if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
         planner.set_up_planner(state_dict=state, storage_meta=storage_meta, is_coordinator=is_coordinator)
     else:
         set_up: Any = planner.set_up_planner  # planners from before torch 2.3 know no storage_meta
         set_up(state, is_coordinator)
-    kwargs = {"rank": call.rank, "use_collectives": True}
-    if "kwargs" not in inspect.signature(writer.set_up_storage_writer).parameters:
-        kwargs = {}
-    writer.set_up_storage_writer(is_coordinator, **kwargs)
+    writer.set_up_storage_writer(is_coordinator, **accepted(writer.set_up_storage_writer, call.rank))
     plan = writer.prepare_local_plan(planner.create_local_plan())
-    return SaveContribution(request.checkpoint_id, plan, *carried)
+    return SaveContribution(request.checkpoint_id, plan, carried)
+
+
+def _plan_globally_here(request: SaveRequest, order: OnRankZero) -> tuple[Sequence[SavePlan], Metadata] | None:
+    return None if order.parts is None else plan_globally(request.planner, request.writer, order.parts)
+
+
+def _commit_here(planned: PlannedSave, order: OnRankZero) -> None:
+    if order.parts is not None:
+        assert order.metadata is not None
+        planned.writer.finish(order.metadata, list(order.parts))
 
 
 def _write(planned: PlannedSave) -> list[WriteResult]:
@@ -147,9 +161,10 @@ def _write(planned: PlannedSave) -> list[WriteResult]:
 def _never_began_to_commit(error: CheckpointException) -> bool:
     """Whether the failure is some rank's own: then its results never arrived, and without them nothing is committed.
 
-    Where the coordinator failed or is gone, ``.metadata`` may have been put: the files must stay.
+    Where the coordinator failed or is gone, or a commit on rank 0 had begun, ``.metadata`` may have been put: the
+    files must stay.
     """
-    return all(failure.rank != COORDINATOR for failure in error.rank_failures)
+    return error.phase != "commit" and all(failure.rank != COORDINATOR for failure in error.rank_failures)
 
 
 def _abandon(writer: StorageWriter) -> None:

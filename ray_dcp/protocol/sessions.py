@@ -2,6 +2,9 @@
 
 A session is a plain object. Each of its phases takes what every rank sent, in rank order, and returns what every rank
 gets, in rank order. It raises to fail the call for all ranks. Phases run once each, in order, one at a time.
+
+A user's planner, writer or reader that cannot be pickled stays on rank 0. Its global steps then run there, in a phase
+of their own: rank 0 gets an ``OnRankZero`` with what all ranks sent, and sends back the result.
 """
 
 from __future__ import annotations
@@ -28,21 +31,33 @@ from ray_dcp.protocol.wire import Carried
 class Session(Protocol):
     """See the module."""
 
-    phases: ClassVar[tuple[str, ...]]
-    """Names of the exchanges, in order; ``step`` is called with each once."""
+    first_phase: ClassVar[str]
     checkpoint_id: str
 
-    def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]: ...
+    def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
+        """Carry out the coordinator's part of a phase."""
+        ...
+
+    def next_phase(self, phase: str) -> str | None:
+        """What follows ``phase`` once its step is done; None when that ends the call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnRankZero:
+    """The answer to all ranks where the next step is rank 0's. Only rank 0's has the parts."""
+
+    parts: Sequence[Any] | None
+    metadata: Metadata | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SaveContribution:
-    """What a rank sends to plan a save. ``planner`` and ``writer`` come from rank 0 alone."""
+    """What a rank sends to plan a save. ``carried``, of rank 0 alone: its (planner, writer), None where they stay."""
 
     checkpoint_id: str
     plan: SavePlan
-    planner: Carried | SavePlanner | None = None
-    writer: Carried | StorageWriter | None = None
+    carried: Carried | tuple[SavePlanner, StorageWriter] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +70,25 @@ class OpenContribution:
 
 @dataclass(frozen=True, slots=True)
 class LoadContribution:
-    """What a rank sends to plan a load. ``check`` is None where a user's planner decides what fits."""
+    """What a rank sends to plan a load. ``check`` is None where a user's planner decides what fits.
+
+    ``carried``, of rank 0 alone: its (planner, reader), None where they stay.
+    """
 
     plan: LoadPlan
     check: TemplateCheck | None
     strict: bool | str
     per_rank_problems: tuple[str, ...] = ()
-    planner: Carried | LoadPlanner | None = None
-    reader: Carried | StorageReader | None = None
+    carried: Carried | tuple[LoadPlanner, StorageReader] | None = None
 
 
 class SaveSession:
-    """plan: local plans to final plans. write: write results to the committed ``Metadata``."""
+    """plan: local plans to final plans. write: write results to the committed ``Metadata``.
 
-    phases: ClassVar[tuple[str, ...]] = ("plan", "write")
+    With what stays on rank 0, "global plan" follows the one and "commit" the other.
+    """
+
+    first_phase: ClassVar[str] = "plan"
 
     def __init__(self) -> None:
         self.checkpoint_id = ""
@@ -77,26 +97,45 @@ class SaveSession:
         self._planned: set[MetadataIndex] = set()
 
     def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
-        return self._plan(contributions) if phase == "plan" else self._write(contributions)
+        steps: Mapping[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
+            "plan": self._plan,
+            "global plan": self._planned_on_rank_zero,
+            "write": self._write,
+            "commit": lambda parts: [self._metadata] * len(parts),
+        }
+        return steps[phase](contributions)
 
-    def _plan(self, contributions: Sequence[SaveContribution]) -> Sequence[SavePlan]:
+    def next_phase(self, phase: str) -> str | None:
+        stays = self._writer is None
+        following = {"plan": "global plan" if stays else "write", "global plan": "write"}
+        return following.get(phase, "commit" if stays and phase == "write" else None)
+
+    def _plan(self, contributions: Sequence[SaveContribution]) -> Sequence[SavePlan | OnRankZero]:
         self.checkpoint_id = _one_checkpoint_id([part.checkpoint_id for part in contributions])
         local_plans = [part.plan for part in contributions]
         require_agreeing_plans(local_plans)
-        planner: SavePlanner = _unpacked(contributions[0].planner)
-        self._writer = _unpacked(contributions[0].writer)
-        if isinstance(contributions[0].writer, Carried):
-            self._writer.set_up_storage_writer(True, **_accepted(self._writer.set_up_storage_writer, rank=0))
-        plans, self._metadata = planner.create_global_plan(local_plans)
-        require_whole_tensors(self._metadata)
-        final = self._writer.prepare_global_plan(plans)
-        self._planned = {item.index for plan in final for item in plan.items}
-        return final
+        carried = contributions[0].carried
+        if carried is None:
+            return _for_rank_zero(local_plans)
+        planner, self._writer = carried.unpack() if isinstance(carried, Carried) else carried
+        if isinstance(carried, Carried):
+            self._writer.set_up_storage_writer(True, **accepted(self._writer.set_up_storage_writer, rank=0))
+        return self._accept(*plan_globally(planner, self._writer, local_plans))
 
-    def _write(self, results: Sequence[list[WriteResult]]) -> Sequence[Metadata]:
-        assert self._writer is not None
+    def _planned_on_rank_zero(self, parts: Sequence[Any]) -> Sequence[SavePlan]:
+        return self._accept(*parts[0])
+
+    def _accept(self, plans: Sequence[SavePlan], metadata: Metadata) -> Sequence[SavePlan]:
+        require_whole_tensors(metadata)
+        self._metadata = metadata
+        self._planned = {item.index for plan in plans for item in plan.items}
+        return plans
+
+    def _write(self, results: Sequence[list[WriteResult]]) -> Sequence[Metadata | OnRankZero]:
         assert self._metadata is not None
         self._require_all_written(results)
+        if self._writer is None:
+            return _for_rank_zero(results, self._metadata)
         self._writer.finish(self._metadata, list(results))
         return [self._metadata] * len(results)
 
@@ -106,7 +145,7 @@ class SaveSession:
         A user's writer that reports nothing at all keeps its own books and is believed.
         """
         written = {result.index for of_rank in results for result in of_rank}
-        counts = isinstance(self._writer, StoreWriter | _FileSystemWriter)
+        counts = isinstance(self._writer, StoreWriter | _FileSystemWriter)  # one that stays on rank 0 is a user's
         lacking = self._planned - written
         if lacking and (written or counts):
             raise StateDictError(
@@ -121,39 +160,52 @@ class LoadSession:
     read: every rank has all bytes. restore: every rank has put them where they belong.
     """
 
-    phases: ClassVar[tuple[str, ...]] = ("open", "plan", "read", "restore")
+    first_phase: ClassVar[str] = "open"
 
     def __init__(self) -> None:
         self.checkpoint_id = ""
+        self._stays_on_rank_zero = False
+        self._unexpected: tuple[str, ...] = ()
 
     def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
         steps: Mapping[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
             "open": self._open,
             "plan": self._plan,
+            "global plan": lambda parts: self._accept(parts[0]),
             "read": lambda parts: [None] * len(parts),
             "restore": lambda parts: [None] * len(parts),
         }
         return steps[phase](contributions)
+
+    def next_phase(self, phase: str) -> str | None:
+        after_plan = "global plan" if self._stays_on_rank_zero else "read"
+        return {"open": "plan", "plan": after_plan, "global plan": "read", "read": "restore"}.get(phase)
 
     def _open(self, contributions: Sequence[OpenContribution]) -> Sequence[OpenedCheckpoint | None]:
         self.checkpoint_id = _one_checkpoint_id([part.checkpoint_id for part in contributions])
         opened = open_checkpoint(self.checkpoint_id) if contributions[0].opens else None
         return [opened] * len(contributions)
 
-    def _plan(self, contributions: Sequence[LoadContribution]) -> Sequence[tuple[LoadPlan, tuple[str, ...]]]:
+    def _plan(self, contributions: Sequence[LoadContribution]) -> Sequence[Any]:
+        self._unexpected = _unexpected_everywhere(contributions)
+        _require_fitting_templates(contributions, self._unexpected)
+        local_plans = [part.plan for part in contributions]
+        carried = contributions[0].carried
+        self._stays_on_rank_zero = carried is None
+        if carried is None:
+            return _for_rank_zero(local_plans)
+        planner, reader = carried.unpack() if isinstance(carried, Carried) else carried
+        return self._accept(plan_load_globally(planner, reader, local_plans))
+
+    def _accept(self, plans: Sequence[LoadPlan]) -> Sequence[tuple[LoadPlan, tuple[str, ...]]]:
         """Final plans, and to every rank the names that no rank's template has."""
-        unexpected = _unexpected_everywhere(contributions)
-        _require_fitting_templates(contributions, unexpected)
-        planner: LoadPlanner = _unpacked(contributions[0].planner)
-        reader: StorageReader = _unpacked(contributions[0].reader)
-        plans = reader.prepare_global_plan(planner.create_global_plan([part.plan for part in contributions]))
-        return [(plan, unexpected) for plan in plans]
+        return [(plan, self._unexpected) for plan in plans]
 
 
 class NewestSession:
     """choose: the newest committed checkpoint under a root, looked up once for all ranks; None when there is none."""
 
-    phases: ClassVar[tuple[str, ...]] = ("choose",)
+    first_phase: ClassVar[str] = "choose"
 
     def __init__(self) -> None:
         self.checkpoint_id = ""
@@ -162,15 +214,21 @@ class NewestSession:
         self.checkpoint_id = _one_checkpoint_id(contributions)
         return [latest_checkpoint(self.checkpoint_id)] * len(contributions)
 
+    def next_phase(self, phase: str) -> str | None:
+        return None
+
 
 class BarrierSession:
     """arrive: all ranks are here."""
 
-    phases: ClassVar[tuple[str, ...]] = ("arrive",)
+    first_phase: ClassVar[str] = "arrive"
     checkpoint_id = ""
 
     def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
         return [None] * len(contributions)
+
+    def next_phase(self, phase: str) -> str | None:
+        return None
 
 
 SESSIONS: Mapping[str, Callable[[], Session]] = {
@@ -181,13 +239,29 @@ SESSIONS: Mapping[str, Callable[[], Session]] = {
 }
 
 
-def _unpacked(carried: Any) -> Any:
-    return carried.unpack() if isinstance(carried, Carried) else carried
+def plan_globally(
+    planner: SavePlanner, writer: StorageWriter, local_plans: Sequence[SavePlan]
+) -> tuple[Sequence[SavePlan], Metadata]:
+    """A save's global step, wherever planner and writer are."""
+    plans, metadata = planner.create_global_plan(list(local_plans))
+    return writer.prepare_global_plan(plans), metadata
 
 
-def _accepted(method: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
-    """Those keyword arguments that ``method`` takes: torch passes them only to those that declare ``**kwargs``."""
-    return kwargs if "kwargs" in inspect.signature(method).parameters else {}
+def plan_load_globally(
+    planner: LoadPlanner, reader: StorageReader, local_plans: Sequence[LoadPlan]
+) -> Sequence[LoadPlan]:
+    """A load's global step, wherever planner and reader are."""
+    return reader.prepare_global_plan(planner.create_global_plan(list(local_plans)))
+
+
+def accepted(method: Callable[..., Any], rank: int) -> dict[str, Any]:
+    """The keyword arguments for a set-up method: torch passes them only to those that declare ``**kwargs``."""
+    declared = "kwargs" in inspect.signature(method).parameters
+    return {"rank": rank, "use_collectives": True} if declared else {}
+
+
+def _for_rank_zero(parts: Sequence[Any], metadata: Metadata | None = None) -> Sequence[OnRankZero]:
+    return [OnRankZero(parts, metadata), *[OnRankZero(None)] * (len(parts) - 1)]
 
 
 def _one_checkpoint_id(checkpoint_ids: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ray_dcp.errors import ConfigError
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +43,18 @@ def decode(content: bytes) -> Any:
     return pickle.loads(content)
 
 
-def carry(role: str, user_object: Any) -> Carried:
-    """Pickle a planner, writer or reader, by value where the coordinator could not import its class.
+def carry(*user_objects: Any) -> Carried | None:
+    """Pickle planners, writers or readers, by value where the coordinator could not import their class.
 
-    Tensors that it holds (a reused planner holds a whole state dict) arrive as meta tensors: planning needs shapes,
-    never bytes. Raises ``ConfigError`` naming the object when it cannot be pickled.
+    Tensors that they hold (a reused planner holds a whole state dict) arrive as meta tensors: planning needs shapes,
+    never bytes. None when one of them cannot be pickled: it holds a lock, an open file, a process group.
     """
     buffer = io.BytesIO()
     try:
-        _TensorlessPickler(buffer).dump(user_object)
-    except (pickle.PickleError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            role,
-            f"{type(user_object).__name__} cannot be sent to the coordinator, which runs its global step: {error}. "
-            "Open files, locks and connections in set_up_... or write_data, or leave them out in __getstate__",
-        ) from error
+        _TensorlessPickler(buffer).dump(user_objects)
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything; it then stays where it is
+        logger.info("%s stay on rank 0: %s", ", ".join(type(item).__name__ for item in user_objects), error)
+        return None
     return Carried(buffer.getvalue())
 
 
