@@ -1,0 +1,105 @@
+"""A process in which both sides run: a rank of a gloo process group and of a ray_dcp group at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.device_mesh import init_device_mesh
+
+import ray_dcp
+from side_by_side.probes import Probes
+from side_by_side.sides import SIDES
+from side_by_side.states import Layout, Scalars, State, local_tensors
+from side_by_side.timed_call import TimedCall, start_together, timed
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncSave:
+    """What an asynchronous save cost a rank."""
+
+    stalled_s: float
+    """Until the call returned."""
+    staged_s: float
+    """From the call until the state could change."""
+    durable: TimedCall
+    """From the call until the checkpoint was committed and durable."""
+
+
+class Rank:
+    """Both sides save and load the very tensors of this process. Every method is called on all ranks at once."""
+
+    def __init__(self, folder: str) -> None:
+        torch.set_num_threads(1)
+        group = ray_dcp.current_group()
+        assert group is not None, "a RankPool joins its actors to a group before it makes them"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may resolve to no interface at all
+        os.environ.setdefault("MASTER_ADDR", "localhost")  # where the processes that torch saves in find each other
+        rendezvous = f"file://{folder}/rendezvous"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=group.rank, world_size=group.world_size)
+        self._mesh = init_device_mesh("cpu", (group.world_size,))
+        self._rank = group.rank
+        self._state: State = Scalars(2)
+        self._values: dict[str, Any] = {}
+        self._probes = Probes(1)
+        self._warming_up = True
+
+    def try_out(self, side: str, folder: str) -> None:
+        """Import whatever a side imports only when it is used, so that no figure has it in it."""
+        state = Scalars(2)
+        SIDES[side].save(state.values(Layout.ROWS, self._mesh), folder)
+        SIDES[side].load(state.template(Layout.ROWS, self._mesh), folder)
+
+    def hold(self, state: State) -> None:
+        """Make ``state`` this rank's, in place of the one before; the next round is to warm up."""
+        self._warming_up = True
+        self._values = {}
+        self._state = state
+        self._values = state.values(Layout.ROWS, self._mesh)
+        self._probes = Probes(-(-state.nbytes // self._mesh.size()))
+
+    def end_warm_up(self) -> None:
+        self._warming_up = False
+
+    def save(self, side: str, folder: str) -> TimedCall:
+        return timed(lambda: SIDES[side].save(self._values, folder), trim=self._warming_up)
+
+    def load(self, side: str, folder: str, layout: Layout) -> tuple[TimedCall, list[str]]:
+        """Also the names of what was not loaded right."""
+        template = self._state.template(layout, self._mesh)
+        call = timed(lambda: SIDES[side].load(template, folder), trim=self._warming_up)
+        return call, self._state.differences(template, layout, self._mesh)
+
+    def async_save(self, side: str, folder: str) -> AsyncSave:
+        """The state is spoilt as soon as it may change: what is saved must be what it was at the call."""
+        peak = start_together(trim=self._warming_up)
+        start_s = time.monotonic()
+        staged, wait_until_durable = SIDES[side].async_save(self._values, folder)
+        stalled_s = time.monotonic() - start_s
+        if staged is not None:
+            staged.result()
+        staged_s = time.monotonic() - start_s
+        for tensor in local_tensors(self._values):
+            tensor.fill_(torch.nan)
+        wait_until_durable()
+        durable = TimedCall(start_s, time.monotonic(), peak.extra_nbytes())
+        self._values = self._state.values(Layout.ROWS, self._mesh)
+        return AsyncSave(stalled_s, staged_s, durable)
+
+    def differences_in(self, folder: str) -> list[str]:
+        """Names of what is wrong in a checkpoint, as torch's own load reads it."""
+        template = self._state.template(Layout.ROWS, self._mesh)
+        torch_dcp.load(template, checkpoint_id=folder)
+        return self._state.differences(template, Layout.ROWS, self._mesh)
+
+    def probe(self, name: str, folder: str) -> TimedCall | None:
+        """One of ``Probes``; None where it cannot be done."""
+        path = f"{folder}/{self._rank}"
+        possible: list[bool] = []
+        call = timed(lambda: possible.append(getattr(self._probes, name)(path)))
+        return call if all(possible) else None

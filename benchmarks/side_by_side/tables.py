@@ -1,0 +1,146 @@
+"""What the user sees: a progress bar meanwhile, then a table and a sentence for each workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from side_by_side.machine import Machine
+from side_by_side.results import MAX_PERCENT, Measure, WorkloadResult
+from side_by_side.sides import DURABILITY, RAY_DCP, TORCH
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+class Steps:
+    """A progress bar that says what is being done. Usable as ``with Steps(...) as steps:``."""
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("starting two ranks", total=num_steps)
+        self._begun = False
+
+    def __enter__(self) -> Steps:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, what: str) -> None:
+        """The step before is done, and ``what`` begins."""
+        self._progress.update(self._task, advance=1 if self._begun else 0, description=what)
+        self._begun = True
+
+
+def heading(machine: Machine, sides: Sequence[str], num_runs: int) -> str:
+    """Describe in a few lines what is compared, and where."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    durable = "\n".join(f"  {side}: {DURABILITY[side]}" for side in sides)
+    return (
+        f"{versions}\n{machine.num_cpus} CPUs, {show_nbytes(machine.memory_nbytes)}, Linux {machine.kernel}, "
+        f"checkpoints on {machine.filesystem}\nTwo ranks, the same two processes for all sides; "
+        f"{num_runs} runs of each, interleaved A, B, B, A\nDurable when a save returns:\n{durable}"
+    )
+
+
+def table_of(result: WorkloadResult) -> Table:
+    """One row for each side of each measure, below the limit it is divided by."""
+    title = f"{result.name}: {result.title}, {show_nbytes(result.nbytes)}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("min", "median", "rate", "of limit", "extra mem", "verified"):
+        table.add_column(name, justify="right")
+    for measure in result.measures:
+        _add_limit(table, measure)
+        for side in measure.figures:
+            _add_figure(table, measure, side)
+        table.add_section()
+    return table
+
+
+def summary_lines(result: WorkloadResult) -> list[str]:
+    """Say of each measure, in a line, how ray_dcp compares with the others."""
+    lines = []
+    for measure in result.measures:
+        lines += [_comparison(f"{result.name} {measure.name}", measure, other) for other in result.others]
+        lines += [_too_good(measure, side) for side in measure.figures if measure.beats_limit(side)]
+        lines += [
+            f"[red]{side} got {len(figure.differences)} names wrong, {figure.differences[0]} among them."
+            for side, figure in measure.figures.items()
+            if figure.differences
+        ]
+    own, torch = (show_nbytes(result.disk_nbytes[side]) for side in (RAY_DCP, TORCH))
+    return [
+        *lines,
+        f"[bold]{result.name} size[/]: [bold]{result.ratio_of_sizes(TORCH):.2f}x[/] torch's ({own}, {torch})",
+    ]
+
+
+def _comparison(title: str, measure: Measure, other: str) -> str:
+    return (
+        f"[bold]{title}[/]: [bold]{measure.ratio_of_minima(other):.2f}x[/] as fast as {other} by minima "
+        f"({_show_s(measure.figures[RAY_DCP].minimum_s)}, {_show_s(measure.figures[other].minimum_s)}), "
+        f"[bold]{measure.ratio_of_medians(other):.2f}x[/] by medians"
+    )
+
+
+def banner(objections: Sequence[str]) -> str:
+    """Warn of figures that say nothing; empty where there is no objection."""
+    return f"[bold red]NOT VALID: {'; '.join(objections)}. Run it on a quiet machine." if objections else ""
+
+
+def show_nbytes(nbytes: float) -> str:
+    for unit in _UNITS:
+        if nbytes < 1024 or unit == _UNITS[-1]:
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} {unit}" if unit == "bytes" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
+
+
+def _add_limit(table: Table, measure: Measure) -> None:
+    table.add_row(
+        f"[dim]{measure.limit.value}", f"[dim]{_show_s(measure.limit_s)}", "", f"[dim]{_rate(measure, measure.limit_s)}"
+    )
+
+
+def _add_figure(table: Table, measure: Measure, side: str) -> None:
+    figure = measure.figures[side]
+    style = "red" if measure.beats_limit(side) or figure.differences else ""
+    table.add_row(
+        f"{measure.name} {side}",
+        _show_s(figure.minimum_s),
+        _show_s(figure.median_s),
+        _rate(measure, figure.minimum_s),
+        f"{measure.percent_of_limit(figure.minimum_s):.3g} %",
+        show_nbytes(figure.peak_extra_nbytes),
+        f"{figure.num_verified}/{len(figure.samples)}",
+        style=style,
+    )
+
+
+def _too_good(measure: Measure, side: str) -> str:
+    percent = measure.percent_of_limit(measure.figures[side].minimum_s)
+    return (
+        f"[red]{side} at {percent:.0f} % of {measure.limit.value}: above {MAX_PERCENT:.0f} % it is a bug of the "
+        "benchmark, or a probe that was disturbed."
+    )
+
+
+def _rate(measure: Measure, seconds: float) -> str:
+    return f"{show_nbytes(measure.nbytes / seconds)}/s"
+
+
+def _show_s(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -1,0 +1,85 @@
+"""The parts of the comparison that decide what counts as right, and as possible."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RANK_1_OF_2 = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 1)
+
+
+@pytest.fixture
+def part(monkeypatch):
+    """Import a module of the comparison."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return lambda name: importlib.import_module(f"side_by_side.{name}")
+
+
+def held(tensors):
+    return {
+        f"layer.{number}.weight": SimpleNamespace(to_local=lambda tensor=tensor: tensor)
+        for number, tensor in enumerate(tensors)
+    }
+
+
+@pytest.mark.parametrize("layout", ["ROWS", "COLUMNS"])
+def test_a_value_in_a_wrong_place_is_found(part, layout):
+    states = part("states")
+    layout = states.Layout[layout]
+    state = states.Tensors(num_tensors=3, rows=8, columns=6)
+    right = [state._local_values(number, layout, RANK_1_OF_2) for number in range(3)]
+    assert state.differences(held(right), layout, RANK_1_OF_2) == []
+
+    swapped = [right[1], right[0], right[2]]
+    assert state.differences(held(swapped), layout, RANK_1_OF_2) == ["layer.0.weight", "layer.1.weight"]
+    rolled = [right[0], right[1], right[2].roll(1, dims=layout.value)]
+    assert state.differences(held(rolled), layout, RANK_1_OF_2) == ["layer.2.weight"]
+    unread = [right[0], torch.full_like(right[1], torch.nan), right[2]]
+    assert state.differences(held(unread), layout, RANK_1_OF_2) == ["layer.1.weight"]
+
+
+def test_no_scalar_of_a_template_is_right_before_the_load(part):
+    states = part("states")
+    state = states.Scalars(6)
+    template = state.template(states.Layout.ROWS, RANK_1_OF_2)
+    assert state.differences(template, states.Layout.ROWS, RANK_1_OF_2) == list(template)
+    values = state.values(states.Layout.ROWS, RANK_1_OF_2)
+    assert state.differences(values, states.Layout.ROWS, RANK_1_OF_2) == []
+
+
+def measure(part, limit, **seconds_by_side):
+    results, probes = part("results"), part("probes")
+
+    def sample(seconds):
+        return results.Sample(seconds, extra_nbytes=0, differences=())
+
+    figures = {
+        side: results.Figure([sample(s) for s in runs], warm_up=sample(9)) for side, runs in seconds_by_side.items()
+    }
+    return results.Measure("save", 2**30, probes.Limit[limit], [1.2, 1.0, 1.4], figures)
+
+
+def test_ratios_say_how_many_times_as_fast_ray_dcp_is(part):
+    measured = measure(part, "WRITE", torch=[3.0, 4.0, 9.0], ray_dcp=[2.0, 1.5, 8.0])
+    assert measured.ratio_of_minima("torch") == 2.0
+    assert measured.ratio_of_medians("torch") == 2.0
+    assert measured.percent_of_limit(2.0) == 50.0
+
+
+def test_a_figure_above_its_limit_is_flagged_but_not_one_that_has_none(part):
+    assert measure(part, "WRITE", ray_dcp=[0.9]).beats_limit("ray_dcp")
+    assert not measure(part, "WRITE", ray_dcp=[0.96]).beats_limit("ray_dcp")
+    assert not measure(part, "COPY", ray_dcp=[0.1]).beats_limit("ray_dcp")
+
+
+def test_the_work_of_other_programs_is_noticed(part):
+    machine = part("machine")
+    company = machine.Company(own_load=10**6)
+    assert company.objections_at_start() == []
+    assert company.others_cpus() >= 0
+    assert machine.Company(own_load=-1).objections_at_start() != []
