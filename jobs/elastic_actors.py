@@ -31,11 +31,11 @@ def true_values(rows: range) -> torch.Tensor:
 class Learner:
     """One rank: it joined its group before this constructor ran, so it knows its place."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         torch.set_num_threads(1)
         self.group = dcp.current_group()
         self.rows = rows_of(self.group.rank, self.group.world_size)
-        self.weight = torch.full((len(self.rows), COLUMNS), float("nan"))
+        self.weight = torch.full((len(self.rows), COLUMNS), float("nan"), device=device)
         self.step = 0
 
     def state(self) -> dict[str, object]:
@@ -54,7 +54,7 @@ class Learner:
         state = self.state()
         dcp.load(state, checkpoint_id=checkpoint_id)
         self.step = state["step"]
-        return self.step == 100 and torch.equal(self.weight, true_values(self.rows))
+        return self.step == 100 and torch.equal(self.weight.cpu(), true_values(self.rows))
 
 
 def main() -> None:
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--address", default="local", help="of a running Ray cluster; 'local' starts one (default)")
     parser.add_argument("--folder", help="shared by all nodes; default: a temporary one, for a single machine")
     parser.add_argument("--cpus-per-rank", type=float, default=0.25)
+    parser.add_argument("--use-gpu", action="store_true", help="one GPU a rank, the weights on it")
     options = parser.parse_args()
     if options.address == "local":
         ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20)
@@ -69,7 +70,9 @@ def main() -> None:
         ray.init(address=options.address)
     with tempfile.TemporaryDirectory() as temporary:
         checkpoint_id = f"{options.folder or temporary}/step-00000100"
-        pool = dcp.RankPool(Learner, name="learners", max_ranks=4, resources_per_rank={"CPU": options.cpus_per_rank})
+        resources = {"CPU": options.cpus_per_rank} | ({"GPU": 1} if options.use_gpu else {})
+        device = "cuda" if options.use_gpu else "cpu"
+        pool = dcp.RankPool(Learner, device, name="learners", max_ranks=4, resources_per_rank=resources)
         print(f"{pool.start()} ranks save step 100")
         pool.run("train", 100)
         pool.run("save", checkpoint_id)

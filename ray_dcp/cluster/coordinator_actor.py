@@ -16,6 +16,7 @@ from typing import Any
 import ray
 import tenacity
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
 from ray_dcp.protocol.coordinator import Coordinator
@@ -32,6 +33,7 @@ _UNAVAILABLE_GRACE_S = 10.0
 _LINGER_S = 10.0
 """Without ranks; a group that re-forms after a failure finds its coordinator still there."""
 _FIRST_JOIN_S = 120.0
+_HEAD_RESOURCE = "node:__internal_head__"
 _MAX_CONCURRENCY = 20_000
 """Calls in flight: one waits per rank."""
 
@@ -170,16 +172,12 @@ def _first_line(error: BaseException) -> str:
     wait=tenacity.wait_random_exponential(multiplier=0.1, max=2),
     reraise=True,
 )
-def ensure_coordinator(name: str, *, keeper: Any = None, node_id: str | None = None) -> Any:
+def ensure_coordinator(name: str, *, keeper: Any = None) -> Any:
     """The handle of the coordinator of group ``name``: found, or started, and up.
 
-    It lives at least as long as ``keeper``, an actor. ``node_id`` is where it is started by preference.
+    It is started on the head node, so that no loss of another node takes it along, and lives at least as long as
+    ``keeper``, an actor.
     """
-    options: dict[str, Any] = {}
-    if node_id is not None:
-        options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            node_id, soft=True
-        )
     handle = (
         ray.remote(num_cpus=0)(CoordinatorActor)
         .options(
@@ -188,12 +186,17 @@ def ensure_coordinator(name: str, *, keeper: Any = None, node_id: str | None = N
             lifetime="detached",
             get_if_exists=True,
             max_concurrency=_MAX_CONCURRENCY,
-            **options,
+            scheduling_strategy=_on_head_node(),
         )
         .remote(name)
     )
     ray.get(handle.keep.remote([keeper]) if keeper is not None else handle.generation.remote())
     return handle
+
+
+def _on_head_node() -> Any:
+    head = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD_RESOURCE in node["Resources"]]
+    return NodeAffinitySchedulingStrategy(head[0], soft=True) if head else "DEFAULT"
 
 
 def end_coordinator(name: str) -> None:

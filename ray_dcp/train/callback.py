@@ -136,7 +136,5 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback):
 
 @_never_fails_the_run
 def _start_coordinator(name: str) -> None:
-    """Have the run's coordinator up before its workers are, on this node, for as long as the controller lives."""
-    here = ray.get_runtime_context()
-    # On a worker's node it would be lost together with that worker.
-    ensure_coordinator(name, keeper=here.current_actor, node_id=here.get_node_id())
+    """Have the run's coordinator up before its workers are, for as long as the controller lives."""
+    ensure_coordinator(name, keeper=ray.get_runtime_context().current_actor)
