@@ -20,7 +20,7 @@ from ray_dcp.errors import (
     ObjectNotFoundError,
 )
 from ray_dcp.layout import MANIFEST, METADATA, POINTER, SHARD_SUFFIX, parse_step_folder
-from ray_dcp.manifest import Manifest, decode_facts, decode_manifest, metadata_digest
+from ray_dcp.manifest import Manifest, belongs_to, decode_facts, decode_manifest
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
@@ -203,7 +203,7 @@ def _manifest_of(store: Store, folder: str, metadata: bytes) -> bytes | None:
     except ObjectNotFoundError:
         return None
     facts = decode_facts(content, file=join_url(store.url, _key(folder, MANIFEST)))
-    return content if facts.metadata_digest == metadata_digest(metadata) else None
+    return content if belongs_to(facts, metadata, file=join_url(store.url, _key(folder, METADATA))) else None
 
 
 def _missing_files(store: Store, folder: str) -> list[str]:

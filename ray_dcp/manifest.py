@@ -95,6 +95,19 @@ def metadata_digest(metadata: bytes) -> str:
     return hashlib.sha256(metadata).hexdigest()
 
 
+def belongs_to(manifest: Manifest | ManifestFacts, metadata: bytes, file: str) -> bool:
+    """Whether a manifest is of this ``.metadata``, and not of another save that has not committed.
+
+    Raises ``CorruptCheckpointError`` where both are of one save and the digest differs: ``file``, which is
+    ``.metadata``, was damaged. A ``.metadata`` names its attempt, as save id and in the names of its files.
+    """
+    if manifest.metadata_digest == metadata_digest(metadata):
+        return True
+    if manifest.attempt and manifest.attempt.encode() in metadata:
+        raise CorruptCheckpointError("stored bytes fail their checksum, which the manifest holds", file=file)
+    return False
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """The content of ``manifest.parquet``. Raises ``ConfigError`` where a metric has no JSON form."""
     import pyarrow as pa

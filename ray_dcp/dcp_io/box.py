@@ -49,11 +49,8 @@ def read_box(get_verified: GetVerified, entry: Entry, item: ReadItem, target: to
         end = min(-(-(piece.start + nbytes) // BLOCK_NBYTES) * BLOCK_NBYTES, entry.payload_nbytes)
         content = bytearray(get_verified(entry, start, end - start, first_block))
         nbytes_read += len(content)
-        stored = torch.frombuffer(content, dtype=torch.uint8, offset=piece.start - start, count=nbytes)
-        values = (
-            stored.view(dtype) if dtype.itemsize == 1 or not _misaligned(stored, dtype) else _realigned(stored, dtype)
-        )
-        wanted = narrow_tensor_by_index(values.view(piece.sizes), piece.offsets, tuple(piece.target.shape))
+        stored = torch.frombuffer(content, dtype=torch.uint8, offset=piece.start - start, count=nbytes).view(dtype)
+        wanted = narrow_tensor_by_index(stored.view(piece.sizes), piece.offsets, tuple(piece.target.shape))
         piece.target.copy_(wanted)
     return nbytes_read
 
@@ -76,14 +73,6 @@ def _pieces(
     for row in range(0, num_rows, rows_a_piece):
         part = target[row : row + rows_a_piece]
         yield _Piece(start + (first + row) * row_nbytes, (part.shape[0], *sizes[1:]), (0, *offsets[1:]), part)
-
-
-def _misaligned(stored: torch.Tensor, dtype: torch.dtype) -> bool:
-    return stored.storage_offset() % dtype.itemsize != 0
-
-
-def _realigned(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return stored.clone().view(dtype)
 
 
 def _dtype(entry: Entry) -> torch.dtype:

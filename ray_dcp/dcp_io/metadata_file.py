@@ -9,11 +9,14 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ray_dcp.errors import CorruptCheckpointError, UnsafeDataError
 
@@ -28,6 +31,8 @@ _METADATA_CLASSES = {
         "StorageMeta",
         "_MEM_FORMAT_ENCODING",
     },
+    # Where torch before 2.3 had them.
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.distributed.checkpoint.hf_storage": {"_HFStorageInfo"},
     "torch": {"Size"},
@@ -38,6 +43,9 @@ _METADATA_CLASSES = {
     "pathlib": {"PosixPath", "PurePosixPath", "Path", "WindowsPath", "PureWindowsPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath", "Path", "WindowsPath", "PureWindowsPath"},
 }
+
+
+_allow_list_lock = threading.Lock()
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -60,23 +68,49 @@ def encode_metadata(metadata: Metadata) -> bytes:
     return pickle.dumps(metadata)
 
 
-def decode_metadata(content: bytes, *, file: str) -> Metadata:
+def decode_metadata(content: bytes, *, file: str, trusted: bool = False) -> Metadata:
     """The ``Metadata`` in ``content``; ``file`` is where it came from, for messages.
 
     Raises ``UnsafeDataError`` when it names anything but metadata classes, ``CorruptCheckpointError`` when it is
-    no metadata at all. Nothing it names is run.
+    no metadata at all. Nothing it names is run, save with ``trusted``: a user's planner may keep anything in it.
     """
+    unpickler = pickle.Unpickler if trusted else _MetadataUnpickler
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        metadata = unpickler(io.BytesIO(content)).load()
     except _NotAllowedError as error:
         raise UnsafeDataError(
-            f"asks to load {error}, which is no part of a checkpoint's metadata; it was not loaded", file=file
+            f"asks to load {error}, which is no part of a checkpoint's metadata; it was not loaded. "
+            "Pass trusted=True if you trust whoever wrote this checkpoint",
+            file=file,
         ) from None
     except Exception as error:
         raise CorruptCheckpointError(f"is no readable metadata: {error}", file=file) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+    if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(f"holds a {type(metadata).__name__} instead of metadata", file=file)
+    _require_well_formed(metadata, file)
     return metadata
+
+
+def _require_well_formed(metadata: Metadata, file: str) -> None:
+    """Damage may leave a pickle that loads: what readers rely on is looked at here, once."""
+    try:
+        saved = metadata.state_dict_metadata
+        odd = [fqn for fqn, value in saved.items() if not isinstance(fqn, str) or not _is_well_formed(value)]
+        well_formed = not odd and isinstance(metadata.storage_data, dict | None)
+    except (AttributeError, TypeError):
+        odd, well_formed = [], False
+    if not well_formed:
+        fqn = str(odd[0]) if odd else ""
+        raise CorruptCheckpointError("is no readable metadata: parts of it are missing", file=file, fqn=fqn)
+
+
+def _is_well_formed(saved: Any) -> bool:
+    if isinstance(saved, BytesStorageMetadata):
+        return True
+    num_dims = len(saved.size)
+    return isinstance(saved.properties.dtype, torch.dtype) and all(
+        len(chunk.offsets) == len(chunk.sizes) == num_dims for chunk in saved.chunks
+    )
 
 
 def decode_python(content: io.BytesIO, *, file: str, fqn: str, trusted: bool) -> Any:
@@ -86,7 +120,7 @@ def decode_python(content: io.BytesIO, *, file: str, fqn: str, trusted: bool) ->
     arrays and what the user allowed by ``torch.serialization.add_safe_globals``; else ``UnsafeDataError``.
     """
     try:
-        with torch.serialization.safe_globals(_numpy_globals()):
+        with _numpy_allowed():
             return torch.load(content, map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         if trusted:
@@ -106,6 +140,15 @@ def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "GLOBAL" in line or "global" in line]
     return (named or lines or [type(error).__name__])[0]
+
+
+@contextmanager
+def _numpy_allowed() -> Iterator[None]:
+    """Torch's allow-list belongs to the process: one at a time, and what the user has put there stays."""
+    with _allow_list_lock:
+        allowed = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([one for one in _numpy_globals() if one not in allowed]):
+            yield
 
 
 def _numpy_globals() -> list[Any]:

@@ -29,7 +29,7 @@ from ray_dcp.dcp_io.metadata_file import decode_metadata, decode_python
 from ray_dcp.dcp_io.record import verify_blocks
 from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectNotFoundError, StoreError
 from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA
-from ray_dcp.manifest import Entry, decode_manifest, metadata_digest
+from ray_dcp.manifest import Entry, belongs_to, decode_facts, decode_manifest
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
 
@@ -58,7 +58,8 @@ def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
             manifest = store.get(MANIFEST)
         except ObjectNotFoundError:
             return OpenedCheckpoint(location, metadata, None)
-        if decode_manifest(manifest, file=f"{location}/{MANIFEST}").metadata_digest == metadata_digest(metadata):
+        facts = decode_facts(manifest, file=f"{location}/{MANIFEST}")
+        if belongs_to(facts, metadata, file=f"{location}/{METADATA}"):
             return OpenedCheckpoint(location, metadata, manifest)
     return OpenedCheckpoint(location, metadata, None)
 
@@ -95,7 +96,7 @@ class StoreReader(StorageReader):
             raise CheckpointNotFoundError(self.checkpoint_id, "per-rank metadata is not supported")
         if self._opened is None:
             self._opened = open_checkpoint(self.checkpoint_id)
-        metadata = decode_metadata(self._opened.metadata, file=f"{self._opened.checkpoint_id}/{METADATA}")
+        metadata = decode_metadata(self._opened.metadata, file=self._file(METADATA), trusted=self.trusted)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         return metadata
 
@@ -137,14 +138,15 @@ class StoreReader(StorageReader):
         return True
 
     def _info(self, item: ReadItem) -> _StorageInfo:
-        try:
-            return self._storage_data[item.storage_index]
-        except KeyError:
+        info = self._storage_data.get(item.storage_index)
+        # Damage may leave one without all its parts; a user's own writer may have put something else.
+        if not isinstance(info, _StorageInfo) or not {"relative_path", "offset", "length"} <= vars(info).keys():
             raise CorruptCheckpointError(
                 f"names no place for the chunk at {item.storage_index.offset}",
                 file=self._file(METADATA),
                 fqn=item.storage_index.fqn,
-            ) from None
+            )
+        return info
 
     def _read_record(self, place: tuple[str, int], items: list[ReadItem], planner: LoadPlanner) -> None:
         entry = self._entries.get(place)
@@ -209,15 +211,20 @@ class StoreReader(StorageReader):
         return loaded
 
     def _verify_zip(self, content: bytes, item: ReadItem) -> None:
-        """Raise when a zip entry fails its CRC. Old pickles that are no zip file have none to check."""
+        """Raise when a zip entry fails its CRC.
+
+        Old pickles that are no zip file have none to check, nor has what torch wrote with its checksums turned off
+        (``torch.serialization.set_crc32_options(False)``): it then puts 0 for all of them.
+        """
         if not zipfile.is_zipfile(io.BytesIO(content)):
             return
         info = self._info(item)
         try:
             with zipfile.ZipFile(io.BytesIO(content)) as record:
-                damaged = record.testzip()
-        except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError) as error:
-            damaged = str(error)
+                has_checksums = any(stored.CRC for stored in record.infolist())
+                damaged = record.testzip() if has_checksums else None
+        except (zipfile.BadZipFile, EOFError, OSError, ValueError, RuntimeError) as error:
+            damaged = str(error) or type(error).__name__
         if damaged:
             raise CorruptCheckpointError(
                 f"stored bytes fail their checksum ({damaged})",

@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils.serialization
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -22,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ray_dcp.errors import StateDictError
+from ray_dcp.layout import PAYLOAD_ALIGNMENT
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import with_per_rank_items
 
@@ -52,7 +55,8 @@ class StatePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        problems = [problem for item in plan.items for problem in self._item_problems(item)]
+        with record_settings():
+            problems = [problem for item in plan.items for problem in self._item_problems(item)]
         if problems:
             raise StateDictError("the state dict holds values that cannot be saved", problems)
         return plan
@@ -76,6 +80,12 @@ class StatePlanner(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._pickled[write_item.index.fqn])
         return super().resolve_data(write_item)
+
+
+def record_settings() -> AbstractContextManager[Any]:
+    """Within it, what this thread gives to ``torch.save`` is stored as FORMAT.md says, whatever the user has set."""
+    settings = {"save.compute_crc32": True, "save.storage_alignment": PAYLOAD_ALIGNMENT}
+    return torch.utils.serialization.config.patch(settings)  # type: ignore[attr-defined]  # put there on import
 
 
 def tensor_problem(tensor: torch.Tensor) -> str | None:
@@ -126,4 +136,4 @@ def unbound(planner: Any) -> Any:
     return copied
 
 
-__all__ = ["StatePlanner", "collect_state", "tensor_problem", "unbound", "without_plan_cache"]
+__all__ = ["StatePlanner", "collect_state", "record_settings", "tensor_problem", "unbound", "without_plan_cache"]

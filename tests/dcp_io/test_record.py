@@ -1,0 +1,174 @@
+"""One record: where its bytes lie, that they are the tensor's own, and that every checksum is right."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+
+import pytest
+import torch
+import torch.utils.serialization
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from ray_dcp.dcp_io.record import BlockChecksums, Payload, own_bytes, verify_blocks, write_python, write_tensor
+from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.layout import BLOCK_NBYTES
+from ray_dcp.planning.state_dict import record_settings
+from ray_dcp.storage.local import LocalStore
+from tests.shardings import DTYPES, KINDS, same_bits, whole_tensor
+
+
+def written(folder, *values) -> tuple[bytes, list[Payload]]:
+    """A file with a record of each value, and what was said of each. Bytes are Python objects, pickled before."""
+    store = LocalStore(folder)
+    with store.put_new("f") as sink:
+        payloads = [
+            write_python(sink, memoryview(value)) if isinstance(value, bytes) else write_tensor(sink, value)
+            for value in values
+        ]
+    return store.get("f"), payloads
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def record_of(content: bytes, payload: Payload) -> bytes:
+    return content[payload.record_offset : payload.record_offset + payload.record_nbytes]
+
+
+def payload_of(content: bytes, payload: Payload) -> bytes:
+    return content[payload.payload_offset : payload.payload_offset + payload.payload_nbytes]
+
+
+def require_right(content: bytes, payload: Payload, tensor: torch.Tensor) -> None:
+    """The payload is the tensor's bytes, aligned in the file, all checksums fit, and stock torch reads the record."""
+    expected = raw(tensor)
+    assert payload_of(content, payload) == expected
+    assert payload.record_offset % 64 == 0
+    if expected:
+        assert payload.payload_offset % 64 == 0
+        assert payload.record_offset < payload.payload_offset < payload.record_offset + payload.record_nbytes
+    assert payload.block_crcs == tuple(
+        zlib.crc32(expected[start : start + BLOCK_NBYTES]) for start in range(0, len(expected), BLOCK_NBYTES)
+    )
+    record = record_of(content, payload)
+    assert zipfile.ZipFile(io.BytesIO(record)).testzip() is None
+    assert same_bits(torch.load(io.BytesIO(record), weights_only=True), tensor)
+
+
+def test_records_of_every_kind_and_dtype_follow_each_other_in_one_file(tmp_path):
+    tensors = [whole_tensor(kind, dtype) for kind in KINDS for dtype in DTYPES]
+    content, payloads = written(tmp_path, *tensors)
+    for payload, tensor in zip(payloads, tensors, strict=True):
+        require_right(content, payload, tensor)
+    ends = [payload.record_offset + payload.record_nbytes for payload in payloads]
+    assert all(0 <= later.record_offset - end < 64 for end, later in zip(ends, payloads[1:], strict=False))
+    assert ends[-1] == len(content)
+
+
+@pytest.mark.parametrize("nbytes", [1, BLOCK_NBYTES - 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 2 * BLOCK_NBYTES + 5])
+def test_every_block_has_its_checksum(tmp_path, nbytes):
+    tensor = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    content, (payload,) = written(tmp_path, tensor)
+    start = payload.payload_offset
+    blocks = [content[start + at : start + min(at + BLOCK_NBYTES, nbytes)] for at in range(0, nbytes, BLOCK_NBYTES)]
+    assert b"".join(blocks) == tensor.numpy().tobytes()
+    assert payload.block_crcs == tuple(map(zlib.crc32, blocks))
+    assert zipfile.ZipFile(io.BytesIO(record_of(content, payload))).testzip() is None
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2)])
+def test_an_empty_tensor_has_a_record_and_no_payload(tmp_path, shape):
+    content, (payload, after) = written(tmp_path, torch.empty(shape, dtype=torch.int16), torch.ones(2))
+    assert (payload.payload_nbytes, payload.block_crcs) == (0, ())
+    loaded = torch.load(io.BytesIO(record_of(content, payload)), weights_only=True)
+    assert (tuple(loaded.shape), loaded.dtype) == (shape, torch.int16)
+    require_right(content, after, torch.ones(2))
+
+
+VIEWS = {
+    "row of a big tensor": lambda: torch.arange(4e5).reshape(4, -1)[2],
+    "column of a big tensor": lambda: torch.arange(4e5).reshape(-1, 4)[:, 1],
+    "transposed": lambda: torch.arange(12.0).reshape(3, 4).t(),
+    "every other": lambda: torch.arange(20, dtype=torch.int16)[::2],
+    "expanded": lambda: torch.arange(3.0).expand(4, 3),
+    "channels last": lambda: torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    "conjugate": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "negative": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    "parameter": lambda: torch.nn.Parameter(torch.ones(3)),
+    "of a graph": lambda: torch.ones(3, requires_grad=True) * 2,
+    "first of a storage": lambda: torch.arange(9.0)[:3],
+    "still arriving": lambda: AsyncCollectiveTensor(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_is_stored_as_its_own_values_and_nothing_else(tmp_path, view):
+    tensor = VIEWS[view]()
+    before = tensor.detach().clone().resolve_conj().resolve_neg().contiguous()
+    content, (payload,) = written(tmp_path, tensor)
+    require_right(content, payload, before)
+    assert payload.record_nbytes < before.nbytes + 4096
+
+
+def test_a_subclass_is_stored_as_the_plain_tensor_it_is(tmp_path):
+    class Named(torch.Tensor):
+        pass
+
+    content, (payload,) = written(tmp_path, torch.ones(3).as_subclass(Named))
+    assert type(torch.load(io.BytesIO(record_of(content, payload)), weights_only=True)) is torch.Tensor
+    require_right(content, payload, torch.ones(3))
+
+
+def test_a_plain_tensor_is_not_copied():
+    tensor = torch.ones(1000)
+    assert own_bytes(tensor).data_ptr() == tensor.data_ptr()
+    assert own_bytes(tensor[10:]).untyped_storage().nbytes() == 990 * 4
+
+
+def test_checksums_and_alignment_do_not_depend_on_the_users_settings(tmp_path):
+    theirs = torch.utils.serialization.config.patch({"save.compute_crc32": False, "save.storage_alignment": 4})
+    with theirs, record_settings():
+        content, payloads = written(tmp_path, torch.ones(5), torch.arange(3.0))
+    require_right(content, payloads[0], torch.ones(5))
+    require_right(content, payloads[1], torch.arange(3.0))
+
+
+def test_a_python_objects_payload_is_its_whole_record(tmp_path):
+    pickled = io.BytesIO()
+    torch.save({"a": [1, "x"]}, pickled)
+    content, (_, payload) = written(tmp_path, torch.ones(1), pickled.getvalue())
+    assert (payload.record_offset, payload.record_nbytes) == (payload.payload_offset, payload.payload_nbytes)
+    assert payload.record_offset % 64 == 0
+    assert record_of(content, payload) == pickled.getvalue()
+    assert payload.block_crcs == (zlib.crc32(pickled.getvalue()),)
+
+
+@given(st.lists(st.integers(0, 3 * BLOCK_NBYTES // 4), max_size=6))
+def test_checksums_do_not_depend_on_how_the_bytes_arrive(lengths):
+    content = bytes(range(251)) * (sum(lengths) // 251 + 1)
+    checksums, position = BlockChecksums(), 0
+    for length in lengths:
+        checksums.update(memoryview(content)[position : position + length])
+        position += length
+    whole = content[:position]
+    assert checksums.crcs() == tuple(
+        zlib.crc32(whole[start : start + BLOCK_NBYTES]) for start in range(0, position, BLOCK_NBYTES)
+    )
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_a_damaged_block_is_named_by_its_place_in_the_file(damaged):
+    content = bytearray(2 * BLOCK_NBYTES + 10)
+    crcs = (zlib.crc32(bytes(BLOCK_NBYTES)), zlib.crc32(bytes(BLOCK_NBYTES)), zlib.crc32(bytes(10)))
+    verify_blocks(memoryview(content), crcs, file="f", fqn="w", offset=640)
+    content[damaged * BLOCK_NBYTES + 3] ^= 1
+    with pytest.raises(CorruptCheckpointError) as caught:
+        verify_blocks(memoryview(content), crcs, file="f", fqn="w", offset=640)
+    error = caught.value
+    assert (error.file, error.fqn, error.offset) == ("f", "w", 640 + damaged * BLOCK_NBYTES)
+    assert error.nbytes == (10 if damaged == 2 else BLOCK_NBYTES)
