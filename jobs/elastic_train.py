@@ -42,8 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     from rich.console import Console
 
-    console, started = Console(), time.monotonic()
+    console, started = Console(file=sys.stdout), time.monotonic()
     with contextlib.ExitStack() as until_done:
+        if not options.ray_logs:
+            # Ray prints on the driver's standard output what a raylet did before it died: pages of it.
+            nowhere = until_done.enter_context(open(os.devnull, "w"))
+            until_done.enter_context(contextlib.redirect_stdout(nowhere))
         storage = options.storage or until_done.enter_context(_temporary_folder())
         nodes = until_done.enter_context(_cluster(options, console))
         outcome = _run(options, storage, nodes, console)

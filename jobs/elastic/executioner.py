@@ -17,29 +17,21 @@ _LOOK_EVERY_S = 0.001
 class _Executioner:
     """Runs on the doomed node; its parent process is that node's raylet."""
 
-    def aim(self) -> bool:
-        import psutil
+    def aim(self, worker_pid: int, whole_node: bool) -> None:
+        self._worker_pid = worker_pid
+        self._raylet_pid = os.getppid() if whole_node else None
 
-        self._raylet = psutil.Process(os.getppid())
-        return True
+    def kill(self) -> None:
+        if self._raylet_pid is None:
+            os.kill(self._worker_pid, signal.SIGKILL)
+            return
+        # The raylet is held first: it would report the deaths of its workers, as a node that loses power does not.
+        os.kill(self._raylet_pid, signal.SIGSTOP)
+        os.kill(self._worker_pid, signal.SIGKILL)
+        _kill_family(self._raylet_pid)
 
-    def kill_process(self, pid: int) -> float:
-        os.kill(pid, signal.SIGKILL)
-        return time.time()
-
-    def kill_node(self) -> None:
-        import psutil
-
-        mine = os.getpid()
-        # The raylet first: it would report the deaths of its workers, which a node that loses power does not do.
-        others = [child for child in self._raylet.children(recursive=True) if child.pid != mine]
-        for process in (self._raylet, *others):
-            with suppress(psutil.Error):
-                process.kill()
-        os.kill(mine, signal.SIGKILL)
-
-    def kill_while_saving(self, root: str, folder: str, pid: int | None) -> None:
-        """Wait until shard files of a checkpoint appear, then kill: the process ``pid``, or the node when None."""
+    def kill_while_saving(self, root: str, folder: str) -> None:
+        """Wait until shard files of a checkpoint appear, then kill."""
         from ray_dcp.layout import METADATA, parse_shard_file
         from ray_dcp.storage.open import open_store
 
@@ -49,10 +41,19 @@ class _Executioner:
             if METADATA in names or any(parse_shard_file(name) for name in names):
                 break
             time.sleep(_LOOK_EVERY_S)
-        if pid is None:
-            self.kill_node()
-        else:
-            self.kill_process(pid)
+        self.kill()
+
+
+def _kill_family(raylet_pid: int) -> None:
+    """Kill a raylet and all its processes, this one last."""
+    import psutil  # Ray brings it
+
+    raylet = psutil.Process(raylet_pid)
+    others = [child for child in raylet.children(recursive=True) if child.pid != os.getpid()]
+    for process in (raylet, *others):
+        with suppress(psutil.Error):
+            process.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Executioner:
@@ -60,21 +61,12 @@ class Executioner:
 
     def __init__(self, node_id: str, *, worker_pid: int, whole_node: bool) -> None:
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        self.node_id = node_id
-        self.worker_pid = worker_pid
-        self.whole_node = whole_node
-        # Two calls at once: to wait for a save must not keep it from killing at once.
-        self._actor: Any = (
-            ray.remote(num_cpus=0)(_Executioner).options(scheduling_strategy=there, max_concurrency=2).remote()
-        )
-        ray.get(self._actor.aim.remote(), timeout=60)
+        self._actor: Any = ray.remote(num_cpus=0)(_Executioner).options(scheduling_strategy=there).remote()
+        ray.get(self._actor.aim.remote(worker_pid, whole_node), timeout=60)
 
     def kill_now(self) -> None:
-        if self.whole_node:
-            self._actor.kill_node.remote()
-        else:
-            self._actor.kill_process.remote(self.worker_pid)
+        self._actor.kill.remote()
 
     def kill_while_saving(self, root: str, folder: str) -> None:
         """Arm it for one save, which has not begun."""
-        self._actor.kill_while_saving.remote(root, folder, None if self.whole_node else self.worker_pid)
+        self._actor.kill_while_saving.remote(root, folder)

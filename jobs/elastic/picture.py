@@ -23,6 +23,7 @@ class Picture:
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
             console=console,
+            redirect_stdout=False,
         )
         self._task = self._progress.add_task("starting", total=num_steps)
 

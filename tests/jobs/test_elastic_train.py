@@ -75,15 +75,13 @@ def test_a_run_that_loses_a_node_ends_as_if_it_had_not(
     lost, grown = result["resumes"]
     # Without the callback Ray waits a minute for the lost node's worker.
     assert lost["seconds"] < 50
-    saved = [step["step"] for step in result["saved"]]
-    assert lost["step"] in saved
     if kill == "save":
         # Nobody saw the checkpoint that the node died over; the one before it was whole.
         assert lost["step"] == 15
         assert lost["steps_repeated"] == 5
     else:
         assert lost["steps_repeated"] >= 1
-    assert grown["step"] in saved
+    assert lost["step"] % 5 == grown["step"] % 5 == 0
     assert result["checkpoint_id"].endswith("step-00000060")
     assert [info.step for info in list_checkpoints(Path(result["checkpoint_id"]).parent)] == list(range(5, 61, 5))
     assert "killed a node" in output

@@ -9,6 +9,7 @@ import socket
 from typing import Any
 
 import pytest
+import ray
 
 from ray_dcp.errors import ConfigError
 from ray_dcp.train import CheckpointCallback, lost_nodes
@@ -24,14 +25,19 @@ def test_it_can_be_made_without_arguments_and_sent_to_the_controller() -> None:
     assert isinstance(pickle.loads(pickle.dumps(CheckpointCallback())), CheckpointCallback)
 
 
-def test_no_hook_of_its_own_raises(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_hook_of_its_own_raises(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    for name in ("get_actor", "nodes", "get"):
+        monkeypatch.setattr(ray, name, fail)
     callback = CheckpointCallback()
     callback._is_elastic = True
     hooks = [name for name in vars(CheckpointCallback) if not name.startswith("_")]
-    assert len(hooks) == 4
+    assert len(hooks) == 7
     for name in hooks:
         hook = getattr(callback, name)
-        # Nothing is what it should be, and there is no Ray.
+        # No argument is what it should be, and Ray does nothing that it is asked for.
         hook(*(object() for _ in inspect.signature(hook).parameters))
         assert f"{name} failed" in caplog.text
 
