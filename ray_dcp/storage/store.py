@@ -46,7 +46,8 @@ class Store(Protocol):
     def put(self, key: str, content: bytes) -> None:
         """Replace or create an object in one step: readers see all of the old or all of the new.
 
-        When it returns, the object is durable, its name included. On failure the old object is intact.
+        When it returns, the object is durable, its name included. On failure readers see all of the old one or,
+        where only making the name durable failed, all of the new one.
         """
         ...
 
@@ -77,5 +78,5 @@ class Store(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object; a missing one is no error."""
+        """Remove an object; a missing one is no error. A folder that is empty then may vanish, or stay listed."""
         ...
