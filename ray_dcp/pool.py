@@ -18,7 +18,7 @@ from ray_dcp.errors import ConfigError, GroupError, NotEnoughResourcesError, Ran
 _PLACEMENT_TIMEOUT_S = 15.0
 """Resources that are free now are placed in milliseconds; what takes this long is not there."""
 _START_TIMEOUT_S = 300.0
-_LAST_WORDS_S = 2.0
+_LAST_WORDS_S = 5.0
 """When one rank is lost: how long the others have to show that they are, too."""
 
 

@@ -71,7 +71,7 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
         self.__cause__ = first.cause
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CheckpointException, (self.kind, self.checkpoint_id, self.rank_failures)
+        return CheckpointException, (self.kind, self.checkpoint_id, self.rank_failures), dict(self.__dict__)
 
     @property
     def failed_ranks(self) -> tuple[int, ...]:
