@@ -79,7 +79,7 @@ def test_an_error_arrives_as_itself(error, carry):
     assert vars(arrived) == vars(error)
 
 
-@pytest.mark.parametrize("error", EXAMPLES[:-1], ids=lambda error: type(error).__name__)
+@by_name
 def test_a_note_arrives_too(error):
     noted = copy.copy(error)
     noted.add_note("while saving step 3")

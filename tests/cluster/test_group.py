@@ -169,6 +169,27 @@ def test_an_asynchronous_failure_of_one_rank_is_raised_on_all_by_the_next_call(r
     assert ranks.ok(2, async_failure, tmp_path / "c") == [[True, "saved"]] * 2
 
 
+def barrier_alone(rank, world_size):
+    """Only rank 0 calls it: it waits until something ends the wait."""
+    try:
+        if rank == 0:
+            dcp.current_group().barrier()
+    except CheckpointException as error:
+        return type(error.__cause__).__name__, error.failed_ranks
+    return None
+
+
+def test_a_killed_coordinator_ends_the_wait_and_the_next_join_starts_a_new_one(own_ranks):
+    own_ranks.ok(2, generation_of, name="headless")
+    actors = own_ranks.actors(2)
+    calls = [a.run.remote(r, 2, "headless", barrier_alone) for r, a in enumerate(actors)]
+    assert ray.get(calls[1]) is None
+    ray.kill(ray.get_actor("coordinator/headless", namespace="ray_dcp"))
+    assert ray.get(calls[0], timeout=30) == ("CoordinatorLostError", ())
+    joined = [a.call.remote(join, "headless", r, 2) for r, a in enumerate(actors)]
+    assert ray.get(joined, timeout=60) == [1, 1]
+
+
 def close_after_barrier(name, rank, world_size):
     with dcp.RankGroup.join(name, rank=rank, world_size=world_size) as group:
         assert dcp.current_group() is group
