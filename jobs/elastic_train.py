@@ -84,6 +84,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     course = parser.add_argument_group("training")
     course.add_argument("--steps", type=int, default=90, help="(default: 90)")
     course.add_argument("--checkpoint-every", type=int, default=5, metavar="STEPS", help="(default: 5)")
+    course.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
     course.add_argument("--seed", type=int, default=0, help="(default: 0)")
     course.add_argument(
         "--min-step-seconds",
@@ -180,6 +181,7 @@ def _run(options: argparse.Namespace, storage: str, nodes: Any, console: Any) ->
         min_workers=options.workers[0],
         max_workers=options.workers[1],
         checkpoint_every=options.checkpoint_every,
+        save_in_background=options.async_save,
         min_step_s=options.min_step_seconds,
         use_gpu=options.use_gpu,
         kill=Kill(options.kill),
@@ -210,7 +212,7 @@ def _as_json(outcome: Any, wall_s: float) -> dict[str, Any]:
         "comparison": dataclasses.asdict(outcome.comparison),
         "resumes": [dataclasses.asdict(resume) for resume in outcome.record.resumes],
         "stretches": [dataclasses.asdict(stretch) for stretch in outcome.record.trained],
-        "saved": [dataclasses.asdict(saved) for saved in outcome.record.saved],
+        "saves": [dataclasses.asdict(save) for save in outcome.record.saves],
         "reference": outcome.reference,
         "checkpoint_id": outcome.checkpoint_id,
     }

@@ -35,18 +35,17 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointSaved:
-    """A checkpoint is committed; ``seconds`` is what the training loop waited for it."""
+class SaveReturned:
+    """The training loop goes on after a save that took it ``seconds``."""
 
     group: str
     step: int
-    checkpoint_id: str
     seconds: float
     at: float
 
 
-Note = WorkerStarted | StepDone | CheckpointSaved
-_KINDS: dict[str, type[Note]] = {kind.__name__: kind for kind in (WorkerStarted, StepDone, CheckpointSaved)}
+Note = WorkerStarted | StepDone | SaveReturned
+_KINDS: dict[str, type[Note]] = {kind.__name__: kind for kind in (WorkerStarted, StepDone, SaveReturned)}
 
 
 class _Notes:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from elastic.board import CheckpointSaved, Note, StepDone, WorkerStarted
+from elastic.board import Note, SaveReturned, StepDone, WorkerStarted
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class RunRecord:
 
     def __init__(self) -> None:
         self.stretches: list[Stretch] = []
-        self.saved: list[CheckpointSaved] = []
+        self.saves: list[SaveReturned] = []
 
     def add(self, notes: Iterable[Note]) -> None:
         for note in notes:
@@ -68,7 +68,7 @@ class RunRecord:
             elif isinstance(note, StepDone):
                 self._stretch(note.group, note.world_size, note.step - 1).steps.append(note)
             else:
-                self.saved.append(note)
+                self.saves.append(note)
 
     def _stretch(self, group: str, world_size: int, resumed_step: int) -> Stretch:
         for stretch in self.stretches:

@@ -37,6 +37,7 @@ class RunSettings:
     min_workers: int
     max_workers: int
     checkpoint_every: int
+    save_in_background: bool
     min_step_s: float
     use_gpu: bool
     kill: Kill
@@ -114,6 +115,7 @@ def _trainer(settings: RunSettings, board: Board) -> TorchTrainer:
         course=settings.course,
         board=board,
         checkpoint_every=settings.checkpoint_every,
+        save_in_background=settings.save_in_background,
         min_step_s=settings.min_step_s,
     )
     bounds = (settings.min_workers, settings.max_workers)

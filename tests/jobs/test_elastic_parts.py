@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from elastic.board import CheckpointSaved, StepDone, WorkerStarted
+from elastic.board import SaveReturned, StepDone, WorkerStarted
 from elastic.corpus import global_batch, standard_library_bytes
 from elastic.gpt import GptShape
 from elastic.learner import Course, Learner, uninterrupted_losses
@@ -76,7 +76,7 @@ def test_what_a_resume_cost_is_read_off_the_notes() -> None:
     record = RunRecord()
     record.add([started("a", 0, 2), started("a", 1, 2)])
     record.add(StepDone("a", 2, step, 1.0, at=float(step)) for step in (1, 2, 3, 4, 5))
-    record.add([CheckpointSaved("a", 4, "there", 0.1, 4.5), started("gone at once", 0, 1, 4)])
+    record.add([SaveReturned("a", 4, 0.1, 4.5), started("gone at once", 0, 1, 4)])
     record.add([started("b", 0, 1, 4)])
     record.add(StepDone("b", 1, step, 1.0, at=10.0 + step) for step in (5, 6))
     assert record.resumes == [

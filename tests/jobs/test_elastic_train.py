@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
+
 from ray_dcp.catalog import list_checkpoints
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -59,14 +60,14 @@ def workers_over_time(result: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kill", "workers", "expected"),
-    [("step", ("1", "2"), [2, 1, 2]), ("save", ("1", "3"), [3, 2, 3])],
+    ("kill", "workers", "expected", "more"),
+    [("step", ("1", "2"), [2, 1, 2], ["--async-save"]), ("save", ("1", "3"), [3, 2, 3], [])],
 )
 def test_a_run_that_loses_a_node_ends_as_if_it_had_not(
-    kill: str, workers: tuple[str, str], expected: list[int], tmp_path: Path
+    kill: str, workers: tuple[str, str], expected: list[int], more: list[str], tmp_path: Path
 ) -> None:
     storage = tmp_path / "storage"
-    arguments = (*_FAST, "--kill", kill, "--workers", *workers, "--storage", str(storage))
+    arguments = (*_FAST, *more, "--kill", kill, "--workers", *workers, "--storage", str(storage))
     result, output = run_job(tmp_path, *arguments)
 
     assert workers_over_time(result) == expected, output
