@@ -64,6 +64,14 @@ def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
     return OpenedCheckpoint(location, metadata, None)
 
 
+class NamedBytes(io.BytesIO):
+    """A stored Python object on its way to the planner; ``name`` is its file, as opened files have it."""
+
+    def __init__(self, content: bytes, name: str) -> None:
+        super().__init__(content)
+        self.name = name
+
+
 class StoreReader(StorageReader):
     """Reads any checkpoint of ray_dcp or of torch's file system writers from a path or URL.
 
@@ -153,7 +161,7 @@ class StoreReader(StorageReader):
         if items[0].type == LoadItemType.BYTE_IO:
             content = self._python_record(items[0], entry)
             for item in items:
-                planner.load_bytes(item, io.BytesIO(content))
+                planner.load_bytes(item, NamedBytes(content, self._file(place[0])))
         elif entry is not None:
             for item in items:
                 target = _target(planner, item)
@@ -216,10 +224,10 @@ class StoreReader(StorageReader):
         Old pickles that are no zip file have none to check, nor has what torch wrote with its checksums turned off
         (``torch.serialization.set_crc32_options(False)``): it then puts 0 for all of them.
         """
-        if not zipfile.is_zipfile(io.BytesIO(content)):
-            return
         info = self._info(item)
         try:
+            if not zipfile.is_zipfile(io.BytesIO(content)):
+                return
             with zipfile.ZipFile(io.BytesIO(content)) as record:
                 has_checksums = any(stored.CRC for stored in record.infolist())
                 damaged = record.testzip() if has_checksums else None

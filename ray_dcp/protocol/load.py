@@ -84,7 +84,8 @@ def default_load_planner(planner: LoadPlanner | None, *, cast: bool, trusted: bo
     """The planner to use: the user's own, or ray_dcp's in place of torch's plain default."""
 
     def load_python(content: io.BytesIO, fqn: str) -> Any:
-        return decode_python(content, file=checkpoint_id, fqn=fqn, trusted=trusted)
+        file = getattr(content, "name", checkpoint_id)
+        return decode_python(content, file=file, fqn=fqn, trusted=trusted)
 
     if planner is None:
         return TemplatePlanner(load_python=load_python, cast=cast)
@@ -181,9 +182,8 @@ def _read(request: LoadRequest, planned: _PlannedLoad, call: Call) -> list[tuple
     request.reader.read_data(planned.plan, planner).wait()
     if not request.trusted and not isinstance(request.planner, TemplatePlanner):
         for item, content in kept_back:
-            decode_python(
-                io.BytesIO(content.getvalue()), file=request.checkpoint_id, fqn=item.dest_index.fqn, trusted=False
-            )
+            file = getattr(content, "name", request.checkpoint_id)
+            decode_python(io.BytesIO(content.getvalue()), file=file, fqn=item.dest_index.fqn, trusted=False)
     call.exchange("read", None)
     return kept_back
 
