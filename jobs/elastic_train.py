@@ -7,7 +7,7 @@ workers. A node is added: training grows back. With --address it does the same o
 a worker process, or with --kill-node a node.
 
 Exit codes: 0 when the losses after every resume are those of an uninterrupted run of the same seed; 1 when they are
-not, or when something that should have happened has not; 2 for wrong arguments.
+not, or when something that should have happened has not; 2 for wrong arguments; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -40,6 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     # A plain SIGTERM would end this program without the clean-up that Ctrl-C gets.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return _train(options)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _train(options: argparse.Namespace) -> int:
+    """Do all of it; return the exit code. However it ends, what it has started is gone."""
     from rich.console import Console
 
     console, started = Console(file=sys.stdout), time.monotonic()

@@ -7,9 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 _OBJECT_STORE_NBYTES = 100 * 2**20
 _END_WAIT_S = 2.0
+_MAX_TEMPORARY_NAME = 24
 
 _RAY_SETTINGS = {
     # A killed node is declared dead after some 2 s instead of 15; the timeout still forgives a busy machine.
@@ -17,6 +19,8 @@ _RAY_SETTINGS = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
+    # When other programs fill the memory, killing these small workers would not help.
+    "RAY_memory_monitor_refresh_ms": "0",
     # On SIGTERM Ray would wait for half a minute before it ends its own processes.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
@@ -49,30 +53,40 @@ class LocalNodes:
 
 
 def _end_processes_of(folder: str) -> None:
-    """Wait for all processes that were started for the cluster in ``folder`` to end, and end those that do not.
-
-    Their environment tells which they are. Not all are children of this process any more: those of a raylet that
-    was killed have another parent.
-    """
+    """Return when no process of the cluster in ``folder`` is left; those that do not end by themselves are killed."""
     import psutil  # Ray brings it
 
-    started = []
+    # Again and again: a raylet that was being started when this program was stopped has started others since.
+    while started := _processes_of(folder):
+        _, alive = psutil.wait_procs(started, timeout=_END_WAIT_S)
+        for process in alive:
+            with suppress(psutil.Error):
+                process.kill()
+
+
+def _processes_of(folder: str) -> list[Any]:
+    # Their environment tells which they are. Not all are children of this process: those of a raylet that was killed
+    # have another parent.
+    import psutil
+
+    found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get("RAY_TMPDIR") == folder and process.pid != os.getpid():
-                started.append(process)
-    _, alive = psutil.wait_procs(started, timeout=_END_WAIT_S)
-    for process in alive:
-        with suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(alive, timeout=_END_WAIT_S)
+                found.append(process)
+    return found
+
+
+def _short_temporary_folder() -> str:
+    """Make a folder for Ray, which puts sockets there: the whole name of a socket has at most 107 bytes."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="rd-", dir=usual if len(usual) <= _MAX_TEMPORARY_NAME else "/tmp")
 
 
 @contextmanager
 def local_nodes(num_nodes: int) -> Iterator[LocalNodes]:
     """Run a cluster of ``num_nodes`` nodes; everything of it is gone afterwards, its folder included."""
-    # Short: Ray puts sockets there, and the name of a socket has at most 107 bytes.
-    folder = tempfile.mkdtemp(prefix="rd-", dir="/tmp" if os.path.isdir("/tmp") else None)
+    folder = _short_temporary_folder()
     # Ray reads these when it starts: the head for the whole cluster.
     before = {name: os.environ.get(name) for name in (*_RAY_SETTINGS, "RAY_TMPDIR")}
     os.environ.update(_RAY_SETTINGS, RAY_TMPDIR=folder)

@@ -90,8 +90,9 @@ def test_a_run_that_loses_a_node_ends_as_if_it_had_not(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_job_that_is_stopped_leaves_nothing_behind(sent: signal.Signals, tmp_path: Path) -> None:
-    with started_job(tmp_path, "--workers", "1", "2") as job:
+def test_a_job_that_is_stopped_leaves_nothing_behind(sent: signal.Signals) -> None:
+    # A short name: Ray's sockets are to be in there as well.
+    with tempfile.TemporaryDirectory(prefix="tj-") as folder, started_job(Path(folder), "--workers", "1", "2") as job:
         mine = psutil.Process(job.pid)
         children: set[psutil.Process] = set()
 
@@ -102,9 +103,10 @@ def test_a_job_that_is_stopped_leaves_nothing_behind(sent: signal.Signals, tmp_p
         wait_for("raylet", raylet)
         job.send_signal(sent)
         output, _ = job.communicate(timeout=60)
-        assert job.returncode not in (0, -sent), output
-    assert [child for child in children if child.is_running()] == []
-    assert list(tmp_path.iterdir()) == []
+        # Ray has a handler of its own for SIGTERM, which exits with 1.
+        assert job.returncode in (128 + sent, 1), output
+        assert [child for child in children if child.is_running()] == []
+        assert os.listdir(folder) == []
 
 
 def free_port(taken: set[int]) -> int:

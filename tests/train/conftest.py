@@ -12,6 +12,7 @@ import pytest
 _SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
     "OMP_NUM_THREADS": "1",
 }
 

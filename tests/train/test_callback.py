@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.train.v2._internal.callbacks.env_callback import _initialize_env_callbacks
 
 from ray_dcp.errors import ConfigError
 from ray_dcp.train import CheckpointCallback, lost_nodes
@@ -23,6 +24,12 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds: Any) -> None:
 
 def test_it_can_be_made_without_arguments_and_sent_to_the_controller() -> None:
     assert isinstance(pickle.loads(pickle.dumps(CheckpointCallback())), CheckpointCallback)
+
+
+def test_a_run_can_be_given_it_without_a_change_to_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "ray_dcp.train.callback.CheckpointCallback")
+    (made,) = _initialize_env_callbacks()
+    assert isinstance(made, CheckpointCallback)
 
 
 def test_no_hook_of_its_own_raises(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
