@@ -67,6 +67,8 @@ class LocalShards(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].size()):
+            func, args = torch.ops.aten.empty_like.default, args[:1]  # so torch's stager makes room for a copy
         if func not in _CHUNKWISE:
             raise TypeError(
                 f"LocalShards only carries chunks to and from a checkpoint and does not compute {func}: "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -117,23 +117,32 @@ def _pickle(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def without_plan_cache(planner: Any) -> Any:
-    """``planner`` with torch's plan cache off.
+@contextmanager
+def plan_cache_off(planner: Any) -> Iterator[None]:
+    """Within it torch's plan cache is off for ``planner``.
 
     That cache lives in class attributes of one process and ignores dtypes; here the global plan is made in another
     process, so a cached plan would stand for nothing. Correctness first: every save plans anew.
     """
-    if getattr(planner, "_enable_plan_caching", False):
+    enabled = getattr(planner, "_enable_plan_caching", False)
+    if enabled:
         planner._enable_plan_caching = False
-    return planner
+    try:
+        yield
+    finally:
+        if enabled:
+            planner._enable_plan_caching = True
 
 
-def unbound(planner: Any) -> Any:
-    """A shallow copy of a planner without what an earlier save bound to it (its state dict and plans)."""
-    bound = {"state_dict", "plan", "global_plan", "metadata", "_pickled", "original_state_dict"}
-    copied = object.__new__(type(planner))
-    copied.__dict__.update({name: value for name, value in vars(planner).items() if name not in bound})
-    return copied
+def for_global_step(planner: Any) -> Any:
+    """What the coordinator needs of ``planner``: all of a user's, but only the settings of ray_dcp's own."""
+    if type(planner) is not StatePlanner:
+        return planner
+    return StatePlanner(
+        flatten_state_dict=planner.flatten_state_dict,
+        flatten_sharded_tensors=planner.flatten_sharded_tensors,
+        dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+    )
 
 
-__all__ = ["StatePlanner", "collect_state", "record_settings", "tensor_problem", "unbound", "without_plan_cache"]
+__all__ = ["StatePlanner", "collect_state", "for_global_step", "plan_cache_off", "record_settings", "tensor_problem"]

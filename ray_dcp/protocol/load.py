@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
@@ -24,7 +25,6 @@ from ray_dcp.dcp_io.metadata_file import decode_python
 from ray_dcp.dcp_io.store_reader import OpenedCheckpoint, StoreReader
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.planning.per_rank import PerRankTemplate
-from ray_dcp.planning.state_dict import unbound
 from ray_dcp.planning.template import TemplateCheck, TemplatePlanner
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.sessions import (
@@ -135,9 +135,8 @@ def _collect_template(request: LoadRequest, call: Call) -> _Template:
 def _plan(request: LoadRequest, template: _Template, metadata: Metadata, call: Call) -> _PlannedLoad:
     """Agree with all ranks on who reads what, all templates checked."""
     with phase(call, "plan"):
-        is_coordinator = call.rank == 0
-        carried = _carried(request, call) if is_coordinator else None
         local_plan = _plan_locally(request, template, metadata, call)
+        carried = _carried(request, call) if call.rank == 0 else None
         check = request.planner.check(local_plan) if isinstance(request.planner, TemplatePlanner) else None
         problems = tuple(template.per_rank.problems(metadata.state_dict_metadata))
         answer = call.exchange("plan", LoadContribution(local_plan, check, request.strict, problems, carried))
@@ -160,9 +159,15 @@ def _plan_globally_here(request: LoadRequest, order: OnRankZero) -> Sequence[Loa
 
 
 def _carried(request: LoadRequest, call: Call) -> Any:
-    """Planner and reader for the coordinator; ray_dcp's own have no global step, so torch's default stands in."""
-    planner = DefaultLoadPlanner() if isinstance(request.planner, TemplatePlanner) else unbound(request.planner)
-    reader = StoreReader() if isinstance(request.reader, StoreReader) else request.reader
+    """Planner and reader for the coordinator, after their local step, as torch's coordinator rank uses them.
+
+    Most have no global step of their own, and torch's default, which is none, stands in for them.
+    """
+    planner, reader = request.planner, request.reader
+    if type(planner).create_global_plan is DefaultLoadPlanner.create_global_plan:
+        planner = DefaultLoadPlanner()
+    if type(reader).prepare_global_plan in (StoreReader.prepare_global_plan, FileSystemReader.prepare_global_plan):
+        reader = StoreReader()
     return call.carry(planner, reader)
 
 
@@ -196,7 +201,7 @@ def _put_python_values(request: LoadRequest, python_values: list[tuple[ReadItem,
 def _restore(request: LoadRequest, template: _Template, call: Call) -> None:
     with phase(call, "restore"):
         for key, loaded in template.values.items():
-            target = request.state_dict[key]
+            target = request.state_dict.get(key)  # a planner may have added names of its own
             if isinstance(target, Stateful):
                 target.load_state_dict(loaded)
             else:

@@ -17,12 +17,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from ray_dcp.planning.state_dict import StatePlanner, collect_state, unbound, without_plan_cache
+from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.planning.state_dict import StatePlanner, collect_state, for_global_step, plan_cache_off
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException
 from ray_dcp.protocol.sessions import OnRankZero, SaveContribution, accepted, plan_globally
@@ -81,7 +83,7 @@ def plan_save(request: SaveRequest, call: Call) -> PlannedSave:
     """Collect the state and agree with all ranks on who writes what."""
     with phase(call, "collect"):
         state = collect_state(request.state_dict, call.rank)
-    with phase(call, "plan"):
+    with phase(call, "plan"), plan_cache_off(request.planner):
         contribution = _plan_locally(state, request, call)
         final = call.exchange("plan", contribution)
         if isinstance(final, OnRankZero):
@@ -118,8 +120,8 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
         metadata = call.exchange("write", results)
         if isinstance(metadata, OnRankZero):
             with phase(call, "commit"):
-                _commit_here(planned, metadata)
-            metadata = call.exchange("commit", None)
+                committed = _commit_here(planned, metadata)
+            metadata = call.exchange("commit", committed)
         return metadata
     except CheckpointException as error:
         if _never_began_to_commit(error):
@@ -129,8 +131,7 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
 
 def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> SaveContribution:
     is_coordinator = call.rank == 0
-    planner, writer = without_plan_cache(request.planner), request.writer
-    carried = call.carry(unbound(planner), writer) if is_coordinator else None
+    planner, writer = request.planner, request.writer
     storage_meta = writer.storage_meta()
     if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
         planner.set_up_planner(state_dict=state, storage_meta=storage_meta, is_coordinator=is_coordinator)
@@ -139,17 +140,29 @@ def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> Sa
         set_up(state, is_coordinator)
     writer.set_up_storage_writer(is_coordinator, **accepted(writer.set_up_storage_writer, call.rank))
     plan = writer.prepare_local_plan(planner.create_local_plan())
-    return SaveContribution(request.checkpoint_id, plan, carried)
+    # After the local step, as torch's coordinator rank uses the same objects for both.
+    carried = call.carry(for_global_step(planner), writer) if is_coordinator and _may_travel(writer) else None
+    return SaveContribution(request.checkpoint_id, plan, carried, isinstance(writer, StoreWriter | _FileSystemWriter))
+
+
+def _may_travel(writer: StorageWriter) -> bool:
+    """Whether the coordinator may commit with a copy of rank 0's ``writer``.
+
+    Not with a user's: its ``finish`` may rely on what its ``write_data`` left on the object, as under torch.
+    """
+    return isinstance(writer, StoreWriter) or type(writer).__module__.startswith("torch.distributed.checkpoint.")
 
 
 def _plan_globally_here(request: SaveRequest, order: OnRankZero) -> tuple[Sequence[SavePlan], Metadata] | None:
     return None if order.parts is None else plan_globally(request.planner, request.writer, order.parts)
 
 
-def _commit_here(planned: PlannedSave, order: OnRankZero) -> None:
+def _commit_here(planned: PlannedSave, order: OnRankZero) -> Metadata | None:
+    """On rank 0 the metadata as the writer has completed it; None elsewhere."""
     if order.parts is not None:
         assert order.metadata is not None
         planned.writer.finish(order.metadata, list(order.parts))
+    return order.metadata
 
 
 def _write(planned: PlannedSave) -> list[WriteResult]:

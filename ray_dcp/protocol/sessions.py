@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from ray_dcp.catalog import CheckpointInfo, latest_checkpoint
 from ray_dcp.dcp_io.store_reader import OpenedCheckpoint, open_checkpoint
-from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.check_save import require_agreeing_plans, require_whole_tensors
 from ray_dcp.planning.template import TemplateCheck
@@ -58,6 +56,8 @@ class SaveContribution:
     checkpoint_id: str
     plan: SavePlan
     carried: Carried | tuple[SavePlanner, StorageWriter] | None = None
+    reports_results: bool = True
+    """False for a user's writer, which may keep books of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class SaveSession:
     def __init__(self) -> None:
         self.checkpoint_id = ""
         self._writer: StorageWriter | None = None
+        self._reports_results = True
         self._metadata: Metadata | None = None
         self._planned: set[MetadataIndex] = set()
 
@@ -101,7 +102,7 @@ class SaveSession:
             "plan": self._plan,
             "global plan": self._planned_on_rank_zero,
             "write": self._write,
-            "commit": lambda parts: [self._metadata] * len(parts),
+            "commit": lambda parts: [parts[0]] * len(parts),
         }
         return steps[phase](contributions)
 
@@ -115,11 +116,10 @@ class SaveSession:
         local_plans = [part.plan for part in contributions]
         require_agreeing_plans(local_plans)
         carried = contributions[0].carried
+        self._reports_results = contributions[0].reports_results
         if carried is None:
             return _for_rank_zero(local_plans)
         planner, self._writer = carried.unpack() if isinstance(carried, Carried) else carried
-        if isinstance(carried, Carried):
-            self._writer.set_up_storage_writer(True, **accepted(self._writer.set_up_storage_writer, rank=0))
         return self._accept(*plan_globally(planner, self._writer, local_plans))
 
     def _planned_on_rank_zero(self, parts: Sequence[Any]) -> Sequence[SavePlan]:
@@ -145,9 +145,8 @@ class SaveSession:
         A user's writer that reports nothing at all keeps its own books and is believed.
         """
         written = {result.index for of_rank in results for result in of_rank}
-        counts = isinstance(self._writer, StoreWriter | _FileSystemWriter)  # one that stays on rank 0 is a user's
         lacking = self._planned - written
-        if lacking and (written or counts):
+        if lacking and (written or self._reports_results):
             raise StateDictError(
                 f"{len(lacking)} of {len(self._planned)} planned items were never written; nothing was committed",
                 sorted(f"{index.fqn} at {index.offset}" for index in lacking),

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ray_dcp import LocalShards, PerRank
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.state_dict import StatePlanner, collect_state, unbound, without_plan_cache
+from ray_dcp.planning.state_dict import StatePlanner, collect_state, for_global_step, plan_cache_off
 
 
 class Counter:
@@ -113,21 +113,29 @@ def test_a_planner_used_again_forgets_the_python_values_of_before():
     assert planner._pickled.keys() == {"names"}
 
 
-def test_unbound_keeps_settings_and_leaves_the_original_alone():
+def test_of_our_own_planner_the_coordinator_gets_the_settings_and_of_a_users_all():
     planner, _ = local_plan({"w": torch.ones(2)})
     planner.dedup_save_to_lowest_rank = True
-    copied = unbound(planner)
-    assert copied.dedup_save_to_lowest_rank
-    assert not hasattr(copied, "state_dict")
+    carried = for_global_step(planner)
+    assert carried.dedup_save_to_lowest_rank
+    assert not hasattr(carried, "state_dict")
     assert planner.state_dict["w"].tolist() == [1, 1]
 
+    class Theirs(StatePlanner):
+        pass
 
-def test_torchs_plan_cache_is_off():
+    theirs = Theirs()
+    assert for_global_step(theirs) is theirs
+
+
+def test_torchs_plan_cache_is_off_and_then_as_it_was():
     class Caching(StatePlanner):
         pass
 
-    planner = without_plan_cache(Caching(enable_plan_caching=True))
+    planner = Caching(enable_plan_caching=True)
     for dtype in (torch.float32, torch.bfloat16):
-        planner.set_up_planner({"w": torch.ones(2, dtype=dtype)}, None, True)
-        (item,) = planner.create_local_plan().items
+        with plan_cache_off(planner):
+            planner.set_up_planner({"w": torch.ones(2, dtype=dtype)}, None, True)
+            (item,) = planner.finish_plan(planner.create_local_plan()).items
         assert item.tensor_data.properties.dtype == dtype
+        assert planner._enable_plan_caching
