@@ -104,7 +104,12 @@ class StoreReader(StorageReader):
             raise CheckpointNotFoundError(self.checkpoint_id, "per-rank metadata is not supported")
         if self._opened is None:
             self._opened = open_checkpoint(self.checkpoint_id)
-        metadata = decode_metadata(self._opened.metadata, file=self._file(METADATA), trusted=self.trusted)
+        metadata = decode_metadata(
+            self._opened.metadata,
+            file=self._file(METADATA),
+            trusted=self.trusted,
+            digest_checked=self._opened.manifest is not None,
+        )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         return metadata
 
