@@ -57,7 +57,7 @@ class Learner:
         self._model: torch.nn.Module = Gpt(course.shape).to(device)
         if dist.is_initialized():
             mesh = init_device_mesh(device.type, (world_size,))
-            for block in self._model.blocks:  # type: ignore[union-attr]
+            for block in self._model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(self._model, mesh=mesh)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=course.peak_learning_rate)

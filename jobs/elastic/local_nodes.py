@@ -19,6 +19,8 @@ _RAY_SETTINGS = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
+    # Nobody announces here that a node will be taken away; the actor that listens for it costs a process a restart.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # When other programs fill the memory, killing these small workers would not help.
     "RAY_memory_monitor_refresh_ms": "0",
     # On SIGTERM Ray would wait for half a minute before it ends its own processes.

@@ -109,6 +109,8 @@ def test_the_victim_is_not_on_the_node_that_watches() -> None:
         ["--workers", "0", "2"],
         ["--workers", "3", "2"],
         ["--workers", "2", "2"],
+        ["--workers", "1", "5"],
+        ["--sequences", "0"],
         ["--steps", "10"],
         ["--checkpoint-every", "0"],
         ["--use-gpu"],

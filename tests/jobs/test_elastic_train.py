@@ -50,7 +50,7 @@ def started_job(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]
 
 def run_job(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     with started_job(folder, "--json", str(folder / "result.json"), *arguments) as job:
-        output, _ = job.communicate(timeout=200)
+        output, _ = job.communicate(timeout=300)
     assert job.returncode == 0, output
     return json.loads((folder / "result.json").read_text()), output
 
@@ -59,6 +59,7 @@ def workers_over_time(result: dict[str, Any]) -> list[int]:
     return [stretch["world_size"] for stretch in result["stretches"]]
 
 
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("kill", "workers", "expected", "more"),
     [("step", ("1", "2"), [2, 1, 2], ["--async-save"]), ("save", ("1", "3"), [3, 2, 3], [])],
