@@ -27,6 +27,7 @@ from typing import Any
 
 _SETTINGS = {
     "OMP_NUM_THREADS": "1",
+    "RAY_memory_monitor_refresh_ms": "0",  # else Ray ends the ranks when some other program takes the memory
     "RAY_AUTH_MODE": "disabled",  # a cluster of our own; else Ray leaves a token in the home folder
 }
 _WORKLOADS = ("large", "small", "scalars", "async")
