@@ -6,7 +6,9 @@ boxes of one dimension less. So memory stays at one piece, whatever the size of 
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,12 +49,21 @@ def read_box(get_verified: GetVerified, entry: Entry, item: ReadItem, target: to
         first_block = piece.start // BLOCK_NBYTES
         start = first_block * BLOCK_NBYTES
         end = min(-(-(piece.start + nbytes) // BLOCK_NBYTES) * BLOCK_NBYTES, entry.payload_nbytes)
-        content = bytearray(get_verified(entry, start, end - start, first_block))
+        content = get_verified(entry, start, end - start, first_block)
         nbytes_read += len(content)
+        _expect_read_only_buffers()
         stored = torch.frombuffer(content, dtype=torch.uint8, offset=piece.start - start, count=nbytes).view(dtype)
         wanted = narrow_tensor_by_index(stored.view(piece.sizes), piece.offsets, tuple(piece.target.shape))
         piece.target.copy_(wanted)
     return nbytes_read
+
+
+@functools.cache
+def _expect_read_only_buffers() -> None:
+    """Use up torch's one warning that ``bytes`` are not to be written to: they are copied from, nothing else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def _pieces(
