@@ -62,8 +62,9 @@ def _train_group() -> RankGroup | None:
     from ray_dcp.cluster.train_context import train_group_spec
 
     spec = train_group_spec()
-    if spec is None or spec.world_size < 2:
+    if spec is None:
         return None
+    # A single worker joins, too: its newer generation shuts out a larger group that froze and comes back.
     return _join_lazily(spec.group, spec.rank, spec.world_size, spec.incarnation)
 
 
