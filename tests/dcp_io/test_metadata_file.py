@@ -219,6 +219,7 @@ def decoded(content: io.BytesIO, *, trusted: bool = False):
     return decode_python(content, file="f", fqn="x", trusted=trusted)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 class TestPythonObjects:
     @pytest.mark.parametrize("bomb", BOMBS)
     @pytest.mark.parametrize("written_by", ["ray_dcp", "torch"])

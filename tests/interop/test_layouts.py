@@ -1,0 +1,120 @@
+"""Model and optimizer saved in one layout load in every other, ours and torch's checkpoints alike, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import ray_dcp as dcp
+from tests.interop import layouts
+
+pytestmark = pytest.mark.ray
+
+SAVED = ("plain", "ddp", "fsdp", "hsdp", "fsdp+tp")
+LOADED = ("plain", "ddp", "fsdp", "fsdp of 3", "hsdp", "fsdp+tp")
+
+
+def save(rank: int, folder: Path, layouts_now: list[str]) -> None:
+    for layout in layouts_now:
+        model, optimizer = layouts.built(layout, seed=SAVED.index(layout))
+        layouts.train(model, optimizer)
+        state = {"app": layouts.AppState(model, optimizer), "layout": layout}
+        dcp.save(state, checkpoint_id=folder / layout / "ours")
+        torch_dcp.save(state, checkpoint_id=folder / layout / "torchs")
+        everything = layouts.full_state(model, optimizer)
+        if rank == 0:
+            torch.save(everything, folder / layout / "everything.pt")
+
+
+def load(rank: int, folder: Path, layouts_now: list[str]) -> dict[str, list[str]]:
+    """What differs after each load, by target, source and way."""
+    found = {}
+    for target in layouts_now:
+        for source in SAVED:
+            expected = torch.load(folder / source / "everything.pt")
+            for way, place in ((dcp, "ours"), (torch_dcp, "ours"), (dcp, "torchs")):
+                model, optimizer = layouts.built(target, seed=99)
+                state = {"app": layouts.BlankAppState(model, optimizer), "layout": ""}
+                way.load(state, checkpoint_id=folder / source / place)
+                differences = layouts.differences(layouts.full_state(model, optimizer), expected)
+                if state["layout"] != source:
+                    differences.append("layout")
+                found[f"{place} of {source} into {target} by {way.__name__}"] = differences
+    return found
+
+
+def by_world_size(names):
+    sizes = sorted({layouts.WORLD_SIZES[name] for name in names})
+    return [(size, [name for name in names if layouts.WORLD_SIZES[name] == size]) for size in sizes]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    for layout in SAVED:
+        (folder / layout).mkdir()
+    for world_size, names in by_world_size(SAVED):
+        layouts.in_group(ranks, world_size, save, folder, folder, names)
+    return folder
+
+
+@pytest.mark.parametrize(("world_size", "targets"), by_world_size(LOADED), ids=str)
+def test_every_layout_loads_what_every_other_saved(ranks, saved, world_size, targets):
+    for found in layouts.in_group(ranks, world_size, load, saved, saved, targets):
+        assert len(found) == len(targets) * len(SAVED) * 3
+        assert {way: differences for way, differences in found.items() if differences} == {}
+
+
+def test_the_checkpoints_differ_in_every_value(saved):
+    """So that a load of the wrong one is seen."""
+    everything = [torch.load(saved / source / "everything.pt") for source in SAVED]
+    same = {"optim.param_groups", "model.seen"}
+    for name in everything[0]:
+        if not any(name.startswith(prefix) for prefix in same) and not name.endswith(".step"):
+            values = [one[name] for one in everything]
+            assert all(not torch.equal(a, b) for n, a in enumerate(values) for b in values[:n])
+    assert everything[0]["model.seen"].item() == 2**53 + 1
+
+
+def load_into_meta(rank: int, folder: Path) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    with torch.device("meta"):
+        model = layouts.Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
+    state = {"app": {"model": model.state_dict()}}
+    assert {value.device.type for value in state["app"]["model"].values()} == {"meta"}
+    dcp.load(state, checkpoint_id=folder / "fsdp+tp" / "ours")
+    whole = {
+        f"model.{name}": value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in state["app"]["model"].items()
+    }
+    expected = torch.load(folder / "fsdp+tp" / "everything.pt")
+    return layouts.differences(whole, {name: value for name, value in expected.items() if name.startswith("model.")})
+
+
+def test_a_model_on_the_meta_device_gets_memory_and_values(ranks, saved):
+    assert layouts.in_group(ranks, 3, load_into_meta, saved, saved) == [[], [], []]
+
+
+def load_wrong(rank: int, folder: Path) -> tuple[str, bool]:
+    model, optimizer = layouts.built("fsdp", seed=5)
+    before = layouts.full_state(model, optimizer)
+    state = layouts.AppState(model, optimizer).state_dict()
+    state["model"]["new.weight"] = torch.zeros(3)
+    try:
+        dcp.load({"app": state}, checkpoint_id=folder / "fsdp" / "ours")
+    except dcp.CheckpointException as error:
+        return str(error), layouts.differences(layouts.full_state(model, optimizer), before) == []
+    return "", False
+
+
+def test_a_template_that_does_not_fit_is_refused_on_every_rank_and_untouched(ranks, saved):
+    for message, untouched in layouts.in_group(ranks, 2, load_wrong, saved, saved):
+        assert "app.model.new.weight: not in the checkpoint" in message
+        assert untouched

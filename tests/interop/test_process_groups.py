@@ -1,0 +1,124 @@
+"""Who the ranks are where torch.distributed is in use: found by themselves, or named by ``process_group=``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ray_dcp as dcp
+from ray_dcp import LocalShards
+from tests.interop import layouts
+
+pytestmark = pytest.mark.ray
+
+
+def shard(rank: int, world_size: int, value: float | None = None) -> LocalShards:
+    """One row a rank."""
+    return LocalShards((world_size, 3), {(rank, 0): torch.full((1, 3), rank + 1.0 if value is None else value)})
+
+
+def found_by_themselves(rank: int, folder: Path) -> tuple[object, ...]:
+    import torch.distributed as dist
+
+    group = dcp.current_group()
+    again = dcp.current_group()
+    dcp.save({"t": shard(rank, 3)}, checkpoint_id=folder)
+    template = {"t": shard(rank, 3, value=-1.0)}
+    dcp.load(template, checkpoint_id=folder)
+    filled = template["t"].chunks[rank, 0].tolist()
+    return group.rank == dist.get_rank(), group.world_size, group is again, group.name, filled
+
+
+def test_the_ranks_of_the_default_process_group_are_found(ranks, tmp_path):
+    outcomes = layouts.in_group(ranks, 3, found_by_themselves, tmp_path, tmp_path / "c")
+    names = {outcome[3] for outcome in outcomes}
+    assert len(names) == 1
+    assert [(*outcome[:3], outcome[4]) for outcome in outcomes] == [
+        (True, 3, True, [[rank + 1.0] * 3]) for rank in range(3)
+    ]
+
+
+def save_by_halves(rank: int, folder: Path) -> tuple[int, int, list[float], bool]:
+    """Two process groups of two ranks, each with a checkpoint of its own, at the same time."""
+    import torch.distributed as dist
+
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = halves[rank // 2]
+    place = folder / f"half-{rank // 2}"
+    dcp.save({"t": shard(rank % 2, 2, value=float(rank))}, checkpoint_id=place, process_group=half)
+    template = {"t": torch.full((2, 3), -1.0)}
+    report = dcp.load(template, checkpoint_id=place, process_group=half)
+    dist.barrier()
+    # The default group goes on beside them.
+    dcp.save({"t": shard(rank, 4)}, checkpoint_id=folder / "all")
+    everything = {"t": torch.full((4, 3), -1.0)}
+    dcp.load(everything, checkpoint_id=folder / "all")
+    return (
+        dist.get_rank(half),
+        len(report.loaded),
+        template["t"][:, 0].tolist(),
+        everything["t"][:, 0].tolist() == [1, 2, 3, 4],
+    )
+
+
+def test_a_process_group_that_is_passed_takes_its_place(ranks, tmp_path):
+    outcomes = layouts.in_group(ranks, 4, save_by_halves, tmp_path, tmp_path)
+    assert outcomes == [
+        (0, 1, [0, 1], True),
+        (1, 1, [0, 1], True),
+        (0, 1, [2, 3], True),
+        (1, 1, [2, 3], True),
+    ]
+
+
+def alone_or_not(rank: int, folder: Path) -> list[float]:
+    dcp.save({"rank": float(rank)}, checkpoint_id=folder / str(rank), no_dist=True)
+    template = {"rank": -1.0}
+    dcp.load(template, checkpoint_id=folder / str(rank), no_dist=True)
+    return template["rank"]
+
+
+def test_no_dist_acts_alone_within_a_process_group(ranks, tmp_path):
+    assert layouts.in_group(ranks, 2, alone_or_not, tmp_path, tmp_path) == [0.0, 1.0]
+
+
+def one_fails(rank: int, folder: Path) -> tuple[str, tuple[int, ...], bool]:
+    state = {"t": shard(rank, 2)} | ({"bad": lambda: 0} if rank == 1 else {})
+    try:
+        dcp.save(state, checkpoint_id=folder)
+    except dcp.CheckpointException as error:
+        dcp.save({"t": shard(rank, 2)}, checkpoint_id=folder)
+        return error.phase, error.failed_ranks, (folder / ".metadata").exists()
+    return "", (), False
+
+
+def test_a_failure_of_one_reaches_all_and_the_next_save_works(ranks, tmp_path):
+    assert layouts.in_group(ranks, 2, one_fails, tmp_path, tmp_path / "c") == [("plan", (1,), True)] * 2
+
+
+WITHOUT_RAY = """
+import sys, torch, torch.distributed as dist, ray_dcp as dcp
+from ray_dcp.errors import GroupError
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=int(sys.argv[1]))
+try:
+    print("GROUP", dcp.current_group())
+    dcp.save({"n": 1}, checkpoint_id=sys.argv[2])
+    print("SAVED")
+except GroupError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_several_ranks_without_a_connection_to_ray_are_told_what_to_do(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY, "2", str(tmp_path / "c")], capture_output=True, text=True, timeout=120
+    )
+    assert ran.stdout.startswith("GroupError"), ran.stdout + ran.stderr
+    for words in ("torch.distributed has 2 ranks", 'ray.init(address="auto")', "no_dist=True"):
+        assert words in ran.stdout
+    assert not (tmp_path / "c").exists()
