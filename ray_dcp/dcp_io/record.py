@@ -16,12 +16,14 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
+from ray_dcp.storage.chunks import chunk_bytes
 from ray_dcp.storage.store import ObjectWriter
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 """signature, version, flags, method, time, date, crc, compressed and full size, name length, extra length"""
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _PAYLOAD_NAME = b"/data/0"
+_MAX_HELD_NBYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,32 @@ class BlockChecksums:
         self._crcs.append(self._crc)
         self._crc = 0
         self._in_block = 0
+
+
+class JoinedWrites:
+    """An ``ObjectWriter`` that passes small chunks on together: torch writes a record in some forty of them."""
+
+    def __init__(self, sink: ObjectWriter) -> None:
+        self._sink = sink
+        self._held = bytearray()
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> int:
+        view = chunk_bytes(chunk)
+        if len(self._held) + len(view) > _MAX_HELD_NBYTES:
+            self.flush()
+        if len(view) > _MAX_HELD_NBYTES:
+            return self._sink.write(view)
+        self._held += view
+        return len(view)
+
+    def flush(self) -> None:
+        """Pass on what is held; call once more at the end."""
+        if self._held:
+            self._sink.write(self._held)
+            self._held = bytearray()
+
+    def tell(self) -> int:
+        return self._sink.tell() + len(self._held)
 
 
 class RecordStream:

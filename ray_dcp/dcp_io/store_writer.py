@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ray_dcp.dcp_io.metadata_file import encode_metadata
-from ray_dcp.dcp_io.record import Payload, write_python, write_tensor
+from ray_dcp.dcp_io.record import JoinedWrites, Payload, write_python, write_tensor
 from ray_dcp.errors import ConfigError, StateDictError, StoreError
 from ray_dcp.layout import MANIFEST, METADATA, ShardFile
 from ray_dcp.manifest import Entry, Manifest, encode_manifest, metadata_digest
@@ -110,8 +110,10 @@ class StoreWriter(StorageWriter):
         if plan.items:
             key = ShardFile(target.rank, 0, target.attempt).key
             self._written_key = key
-            with self.store.put_new(key) as sink, record_settings():
+            with self.store.put_new(key) as file, record_settings():
+                sink = JoinedWrites(file)
                 written = [_write_item(sink, item, planner, key, target.rank) for item in _python_first(plan.items)]
+                sink.flush()
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)
         return future
