@@ -61,7 +61,7 @@ def _train(options: argparse.Namespace) -> int:
         nodes = until_done.enter_context(_cluster(options, console))
         outcome = _run(options, storage, nodes, console)
     wall_s = time.monotonic() - started
-    _show(outcome, console, wall_s)
+    _show(outcome, console, wall_s, kept=options.storage is not None)
     if options.json:
         Path(options.json).write_text(json.dumps(_as_json(outcome, wall_s), indent=2) + "\n")
     return 0 if outcome.ended_well else 1
@@ -215,14 +215,15 @@ def _run(options: argparse.Namespace, storage: str, nodes: Any, console: Any) ->
         return run_elastically(settings, nodes=nodes, picture=picture)
 
 
-def _show(outcome: Any, console: Any, wall_s: float) -> None:
+def _show(outcome: Any, console: Any, wall_s: float, *, kept: bool) -> None:
     from elastic.picture import result_table, verdict_line
 
     console.print(result_table(outcome.record, outcome.reference))
     console.print(verdict_line(outcome.comparison))
     if outcome.act.name != "LAST":
         console.print(f"[red]Training ended too early, {outcome.act.value}: give more --steps.")
-    console.print(f"{wall_s:.0f} s in all; last checkpoint: {outcome.checkpoint_id}", highlight=False)
+    where = f"last checkpoint: {outcome.checkpoint_id}" if kept else "its checkpoints are gone (--storage keeps them)"
+    console.print(f"{wall_s:.0f} s in all; {where}", highlight=False)
 
 
 def _as_json(outcome: Any, wall_s: float) -> dict[str, Any]:
