@@ -286,21 +286,22 @@ class TestPythonObjects:
 
     def test_loads_in_two_threads_leave_each_others_allowances_alone(self):
         """torch's allow-list belongs to the process: whoever is done first must not shut the other out."""
-        reading, other_done = threading.Event(), threading.Event()
+        first_reads, second_reads, first_done = threading.Event(), threading.Event(), threading.Event()
 
-        class Slow(io.BytesIO):
+        class Gated(io.BytesIO):
             def read(self, *args):
-                reading.set()
-                other_done.wait(0.2)
+                (first_reads if self is first else second_reads).set()
+                (second_reads if self is first else first_done).wait(0.2)
                 return super().read(*args)
 
         content = stored(np.ones(3)).getvalue()
+        first, second = Gated(content), Gated(content)
         with ThreadPoolExecutor(1) as threads:
-            slow = threads.submit(decoded, Slow(content))
-            assert reading.wait(10)
-            assert decoded(io.BytesIO(content)).tolist() == [1, 1, 1]
-            other_done.set()
-            assert slow.result(30).tolist() == [1, 1, 1]
+            loading = threads.submit(decoded, first)
+            loading.add_done_callback(lambda _: first_done.set())
+            assert first_reads.wait(10)
+            assert decoded(second).tolist() == [1, 1, 1]
+            assert loading.result(30).tolist() == [1, 1, 1]
 
     @pytest.mark.parametrize("content", [b"", b"x", b"PK\x03\x04", b"\x80\x04", bytes(100)])
     @pytest.mark.parametrize("trusted", [True, False])

@@ -301,14 +301,8 @@ class LockingStoreWriter(dcp.StoreWriter):
         self.lock = threading.Lock()
 
 
-class LoggingWriter(PtFolderWriter):
-    """Holds a file that it opens when set up, and commits with what ``write_data`` left on this object."""
-
-    def set_up_storage_writer(self, is_coordinator, *args, **kwargs):
-        super().set_up_storage_writer(is_coordinator)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.log = (self.path / f"log-{kwargs['rank']}").open("a")
-        self.log.write("set up\n")
+class CountingWriter(PtFolderWriter):
+    """Commits with what ``write_data`` left on this object, as torch's coordinator rank can."""
 
     def write_data(self, plan, planner):
         self.num_written = len(plan.items)
@@ -316,6 +310,19 @@ class LoggingWriter(PtFolderWriter):
 
     def finish(self, metadata, results):
         assert self.num_written == len(results[0])
+        super().finish(metadata, results)
+
+
+class LoggingWriter(CountingWriter):
+    """Holds a file that it opens when set up."""
+
+    def set_up_storage_writer(self, is_coordinator, *args, **kwargs):
+        super().set_up_storage_writer(is_coordinator)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.log = (self.path / f"log-{kwargs['rank']}").open("a")
+        self.log.write("set up\n")
+
+    def finish(self, metadata, results):
         super().finish(metadata, results)
         self.log.write("finished\n")
         self.log.flush()

@@ -229,6 +229,7 @@ class TestLoadPlanners:
 PAIRS = {
     "a .pt file an item": (plugins.PtFolderWriter, plugins.PtFolderReader),
     "one pickle": (plugins.OneFileWriter, plugins.OneFileReader),
+    "counts": (plugins.CountingWriter, plugins.PtFolderReader),
     "torch's, extended": (plugins.SigningWriter, plugins.SignedReader),
     "torch's, two threads": (lambda place: FileSystemWriter(place, thread_count=2), FileSystemReader),
     "torch's, a file an item": (lambda place: FileSystemWriter(place, single_file_per_rank=False), FileSystemReader),
