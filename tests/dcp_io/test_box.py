@@ -19,6 +19,7 @@ from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import BLOCK_NBYTES
 from ray_dcp.manifest import Entry
+from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import DTYPES, same_bits
 
 
@@ -153,3 +154,15 @@ def test_a_large_chunk_is_read_in_pieces_of_bounded_size(tmp_path, monkeypatch):
     assert len(asked) >= 4
     assert max(asked) <= 3 * BLOCK_NBYTES
     assert report.nbytes_read == sum(asked)
+
+
+def test_ranks_that_share_a_chunk_by_rows_read_it_once_between_them(tmp_path):
+    values = torch.arange(2 * 2**20, dtype=torch.int32).reshape(2048, 1024)  # 8 MiB in one stored chunk
+    dcp.save({"w": values}, checkpoint_id=tmp_path, no_dist=True)
+    spans = [(rank * 256, 256) for rank in range(8)]
+    templates = [
+        {"w": LocalShards(values.shape, {(a, 0): torch.zeros((n, 1024), dtype=torch.int32)})} for a, n in spans
+    ]
+    reports = require_no_errors(ThreadRanks(8).load(templates, tmp_path))
+    assert all(torch.equal(t["w"].chunks[a, 0], values[a : a + n]) for t, (a, n) in zip(templates, spans, strict=True))
+    assert sum(report.nbytes_read for report in reports) <= 1.2 * values.nbytes

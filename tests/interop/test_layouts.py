@@ -118,3 +118,42 @@ def test_a_template_that_does_not_fit_is_refused_on_every_rank_and_untouched(ran
     for message, untouched in layouts.in_group(ranks, 2, load_wrong, saved, saved):
         assert "app.model.new.weight: not in the checkpoint" in message
         assert untouched
+
+
+def sharded_tensor(rank: int, world_size: int, values: torch.Tensor):
+    """torch's older kind of shard: rows of this rank, one row short on the last."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+
+    rows = -(-values.shape[0] // world_size)
+    start, stop = min(rank * rows, values.shape[0]), min((rank + 1) * rows, values.shape[0])
+    local = values[start:stop].clone()
+    metadata = ShardMetadata([start, 0], list(local.shape), placement=f"rank:{rank}/cpu")
+    return init_from_local_shards([Shard(local, metadata)], list(values.shape))
+
+
+def save_sharded(rank: int, folder: Path) -> None:
+    state = {"t": sharded_tensor(rank, 2, torch.arange(21.0).reshape(7, 3)), "n": 1}
+    dcp.save(state, checkpoint_id=folder / "ours")
+    torch_dcp.save(state, checkpoint_id=folder / "torchs")
+
+
+def load_sharded(rank: int, folder: Path) -> list[tuple[list[float], list[float]]]:
+    rows = []
+    for way, place in ((dcp, "ours"), (torch_dcp, "ours"), (dcp, "torchs")):
+        state = {"t": sharded_tensor(rank, 3, torch.full((7, 3), -1.0)), "n": 0}
+        whole = {"t": torch.full((7, 3), -1.0), "n": 0}
+        way.load(state, checkpoint_id=folder / place)
+        way.load(whole, checkpoint_id=folder / place)
+        (shard,) = state["t"].local_shards()
+        rows.append((shard.tensor[:, 0].tolist(), whole["t"][:, 0].tolist()))
+    return rows
+
+
+def test_sharded_tensors_load_on_another_number_of_ranks_and_whole(ranks, tmp_path):
+    layouts.in_group(ranks, 2, save_sharded, tmp_path, tmp_path)
+    everything = [row * 3.0 for row in range(7)]
+    spans = [(0, 3), (3, 6), (6, 7)]
+    assert layouts.in_group(ranks, 3, load_sharded, tmp_path, tmp_path) == [
+        [(everything[start:stop], everything)] * 3 for start, stop in spans
+    ]

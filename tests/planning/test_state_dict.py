@@ -139,3 +139,10 @@ def test_torchs_plan_cache_is_off_and_then_as_it_was():
             (item,) = planner.finish_plan(planner.create_local_plan()).items
         assert item.tensor_data.properties.dtype == dtype
         assert planner._enable_plan_caching
+
+
+@pytest.mark.parametrize("state", [{"x": {0: 1, "0": 2}}, {"a.b": 1, "a": {"b": 2}}], ids=str)
+def test_two_values_of_one_name_are_refused(state):
+    """Torch's names are paths joined by dots; to keep one of the two would lose the other."""
+    with pytest.raises(ValueError, match=r"duplicated flatten key (x\.0|a\.b)"):
+        local_plan(state)
