@@ -16,7 +16,7 @@ from ray_dcp.protocol.coordinator import Coordinator
 from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner, load
 from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.save import SaveRequest, default_save_planner, save
-from ray_dcp.protocol.wire import CallId, decode, encode
+from ray_dcp.protocol.wire import CallId
 
 
 class ThreadRanks:
@@ -33,8 +33,8 @@ class ThreadRanks:
         call_id = CallId(self.generation, self._num_calls[rank], kind)
         self._num_calls[rank] += 1
 
-        def send(phase: str, part: Any) -> Any:
-            return decode(self.coordinator.contribute(call_id, rank, phase, encode(part)).result(timeout=30))
+        def send(phase: str, message: bytes) -> bytes:
+            return self.coordinator.contribute(call_id, rank, phase, message).result(timeout=30)
 
         return RemoteCall(
             rank=rank,

@@ -20,7 +20,7 @@ from ray_dcp.protocol.background import BackgroundSaves
 from ray_dcp.protocol.call import RemoteCall, phase
 from ray_dcp.protocol.failures import RankFailure
 from ray_dcp.protocol.membership import JoinRequest
-from ray_dcp.protocol.wire import CallId, decode, encode
+from ray_dcp.protocol.wire import CallId
 
 
 class RankGroup:
@@ -71,9 +71,11 @@ class RankGroup:
             call_id = CallId(self.generation, self._num_calls, kind)
             self._num_calls += 1
 
-        def send(phase: str, part: Any) -> Any:
-            reference = self._coordinator.contribute.remote(call_id, self.rank, phase, encode(part))
-            return decode(ask(reference, group=self.name))
+        def send(phase: str, message: bytes) -> bytes:
+            answer: bytes = ask(
+                self._coordinator.contribute.remote(call_id, self.rank, phase, message), group=self.name
+            )
+            return answer
 
         def tell(failure: RankFailure) -> None:
             ask(self._coordinator.fail.remote(call_id, failure), group=self.name)

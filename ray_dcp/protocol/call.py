@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpo
 from ray_dcp.errors import CoordinatorLostError, GroupError
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
 from ray_dcp.protocol.sessions import SESSIONS
-from ray_dcp.protocol.wire import carry
+from ray_dcp.protocol.wire import carry, decode, encode
 
 
 class Call(Protocol):
@@ -25,6 +25,8 @@ class Call(Protocol):
     world_size: int
     kind: str
     checkpoint_id: str
+    failed: bool
+    """A ``CheckpointException`` before that is not this call's: a hook of the user's has made another one, say."""
 
     def exchange(self, phase: str, part: Any) -> Any:
         """Send this rank's part, return its answer. Raises ``CheckpointException`` when the call fails anywhere."""
@@ -50,13 +52,14 @@ def phase(call: Call, name: str) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointException:
-        raise
     except BaseException as error:
+        if call.failed and isinstance(error, CheckpointException):
+            raise
         failure = RankFailure.from_exception(error, rank=call.rank, phase=name)
         call.report(failure)
         if not isinstance(error, Exception | TorchCheckpointException):
             raise  # KeyboardInterrupt, SystemExit: the others know, this process ends
+        call.failed = True
         raise CheckpointException(call.kind, call.checkpoint_id, [failure]) from error
 
 
@@ -68,6 +71,7 @@ class SoloCall:
         self.world_size = 1
         self.kind = kind
         self.checkpoint_id = checkpoint_id
+        self.failed = False
         self._session = SESSIONS[kind]()
 
     def exchange(self, phase: str, part: Any) -> Any:
@@ -75,6 +79,7 @@ class SoloCall:
             (answer,) = self._session.step(phase, [part])
         except (Exception, TorchCheckpointException) as error:
             failure = RankFailure.from_exception(error, rank=COORDINATOR, phase=coordinator_phase(self.kind, phase))
+            self.failed = True
             raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from error
         return answer
 
@@ -88,7 +93,7 @@ class SoloCall:
 class RemoteCall:
     """One rank of several: parts travel to the coordinator as messages.
 
-    ``send(phase, message)`` returns the coordinator's answer or raises; ``tell`` delivers a failure.
+    ``send(phase, message)`` returns the coordinator's answer, both encoded, or raises; ``tell`` delivers a failure.
     """
 
     def __init__(
@@ -98,28 +103,38 @@ class RemoteCall:
         world_size: int,
         kind: str,
         checkpoint_id: str,
-        send: Callable[[str, Any], Any],
+        send: Callable[[str, bytes], bytes],
         tell: Callable[[RankFailure], None],
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.kind = kind
         self.checkpoint_id = checkpoint_id
+        self.failed = False
         self._send = send
         self._tell = tell
 
     def exchange(self, phase: str, part: Any) -> Any:
+        message = self._encoded(phase, part)
         try:
-            return self._send(phase, part)
+            answer = self._send(phase, message)
         except GroupError as error:
             rank = COORDINATOR if isinstance(error, CoordinatorLostError) else self.rank
             failure = RankFailure.from_exception(error, rank=rank, phase=phase)
+            self.failed = True
             raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from error
         except CheckpointException as error:
+            self.failed = True
             if error.checkpoint_id:
                 raise
             # The call failed before its coordinator knew what it is about.
             raise CheckpointException(self.kind, self.checkpoint_id, error.rank_failures) from error.__cause__
+        return decode(answer)
+
+    def _encoded(self, name: str, part: Any) -> bytes:
+        """A part that cannot be pickled never arrives: the others must not wait for it."""
+        with phase(self, name):
+            return encode(part)
 
     def report(self, failure: RankFailure) -> None:
         try:

@@ -38,7 +38,7 @@ class RankFailure:
             rank=rank,
             phase=phase,
             error_type=type(error).__name__,
-            message=str(error),
+            message=_text(error),
             traceback="".join(traceback.format_exception(error)),
             cause=error if _survives_pickling(error) else None,
         )
@@ -99,8 +99,15 @@ def _as_torch_wraps(failure: RankFailure) -> WRAPPED_EXCEPTION:
     return error, traceback.StackSummary.from_list([])
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as unprintable:  # noqa: BLE001 - a user's class may raise anything here; the others must be told
+        return f"(its text cannot be made: {type(unprintable).__name__})"
+
+
 def _survives_pickling(error: BaseException) -> bool:
     try:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
-    except Exception:  # noqa: BLE001 - a user's class may raise anything here; the failure then travels as text
+    except BaseException:  # noqa: BLE001 - a user's class may raise anything here; the failure then travels as text
         return False
