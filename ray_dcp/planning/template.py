@@ -175,7 +175,7 @@ def _value_problems(fqn: str, value: Any, saved: TensorStorageMetadata | BytesSt
             f"{fqn}: the checkpoint has dtype {saved.properties.dtype}, the template {value.dtype} (cast=True converts)"
         )
     if any(_repeats_memory(local) for local in _local_tensors(value)):
-        problems.append(f"{fqn}: the template is an expanded view, whose elements share memory; fill a .clone() of it")
+        problems.append(f"{fqn}: the template is a view whose elements share memory; fill a .clone() of it")
     return problems
 
 
@@ -188,9 +188,15 @@ def _local_tensors(value: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:
-    if tensor.layout != torch.strided or tensor.device.type == "meta":
+    """Whether two elements may lie at one place, as in what ``expand`` and ``unfold`` make."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
         return False
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _uncovered_regions(plan: LoadPlan, flat: Mapping[str, Any]) -> list[str]:

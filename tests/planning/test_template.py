@@ -161,9 +161,30 @@ FAULTS = {
     "object for tensor": ({"f32": [0, 0, 0, 0]}, "f32: the checkpoint holds a tensor, the template a list"),
     "tensor for object": ({"n": torch.tensor(3)}, "n: the checkpoint holds a Python object, the template a tensor"),
     "missing": ({"absent": 1}, "absent: not in the checkpoint"),
-    "expanded": ({"f32": torch.zeros(1).expand(4)}, "f32: the template is an expanded view"),
-    "expanded shard": ({"f32": LocalShards((4,), {(0,): torch.zeros(1).expand(4)})}, "f32: the template is an exp"),
+    "expanded": ({"f32": torch.zeros(1).expand(4)}, "f32: the template is a view whose elements share"),
+    "expanded shard": ({"f32": LocalShards((4,), {(0,): torch.zeros(1).expand(4)})}, "f32: the template is a view"),
+    "overlapping": (
+        {"deep": [{"bf16": torch.zeros(4, dtype=torch.bfloat16).unfold(0, 3, 1)}]},
+        "deep.0.bf16: the template is a view",
+    ),
 }
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda: torch.zeros(4, 3).t(),
+        lambda: torch.zeros(6, 8)[::2, ::2],
+        lambda: torch.zeros(5, 3, 7, 4)[2, :, 3],
+        lambda: torch.zeros(20).as_strided((3, 4), (1, 4)),
+    ],
+)
+def test_views_whose_elements_lie_apart_are_filled(tmp_path, view):
+    values = torch.arange(12.0).reshape(3, 4)
+    save({"w": values}, tmp_path)
+    template = {"w": view()}
+    load(template, tmp_path)
+    assert torch.equal(template["w"], values)
 
 
 class TestRefusals:
