@@ -60,8 +60,8 @@ def table_of(result: WorkloadResult) -> Table:
     title = f"{result.name}: {result.title}, {show_nbytes(result.nbytes)}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for name in ("min", "median", "rate", "of limit", "extra mem", "verified"):
-        table.add_column(name, justify="right")
+    for name in ("min", "median", "per s", "of limit", "extra mem", "verified"):
+        table.add_column(name, justify="right", no_wrap=True)
     for measure in result.measures:
         _add_limit(table, measure)
         for side in measure.figures:
@@ -123,7 +123,7 @@ def _add_figure(table: Table, measure: Measure, side: str) -> None:
         _show_s(figure.minimum_s),
         _show_s(figure.median_s),
         _rate(measure, figure.minimum_s),
-        f"{measure.percent_of_limit(figure.minimum_s):.3g} %",
+        _show_percent(measure.percent_of_limit(figure.minimum_s)),
         show_nbytes(figure.peak_extra_nbytes),
         f"{figure.num_verified}/{len(figure.samples)}",
         style=style,
@@ -139,7 +139,11 @@ def _too_good(measure: Measure, side: str) -> str:
 
 
 def _rate(measure: Measure, seconds: float) -> str:
-    return f"{show_nbytes(measure.nbytes / seconds)}/s"
+    return show_nbytes(measure.nbytes / seconds)
+
+
+def _show_percent(percent: float) -> str:
+    return f"{percent:.3g} %" if percent >= 0.1 else "< 0.1 %"
 
 
 def _show_s(seconds: float) -> str:
