@@ -55,7 +55,16 @@ def process_group_ranks(process_group: Any) -> RankGroup | None:
     members = "default" if process_group is None else "-".join(map(str, dist.get_process_group_ranks(process_group)))
     store = dist.distributed_c10d._get_default_store()
     token = store.compare_set("ray_dcp/group", "", uuid.uuid4().hex).decode()
+    _close_groups_of_ended_process_groups(token)
     return _join_lazily(f"torch-{token}-{members}", rank, world_size, token)
+
+
+def _close_groups_of_ended_process_groups(token: str) -> None:
+    """A process group that was destroyed leaves a group behind, whose coordinator would live on with this process."""
+    with _lock:
+        ended = [group for (name, old), group in _lazily_joined.items() if name.startswith("torch-") and old != token]
+    for group in ended:
+        group.close()
 
 
 def _train_group() -> RankGroup | None:

@@ -11,6 +11,7 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp import LocalShards
+from tests.cluster.test_group import ray_dcp_actors, until
 from tests.interop import layouts
 
 pytestmark = pytest.mark.ray
@@ -122,3 +123,16 @@ def test_several_ranks_without_a_connection_to_ray_are_told_what_to_do(tmp_path)
     for words in ("torch.distributed has 2 ranks", 'ray.init(address="auto")', "no_dist=True"):
         assert words in ran.stdout
     assert not (tmp_path / "c").exists()
+
+
+def name_of_the_group(rank: int) -> str:
+    group = dcp.current_group()
+    group.barrier()
+    return group.name
+
+
+def test_the_group_of_a_process_group_that_has_ended_is_closed(ranks, tmp_path):
+    first, second = (layouts.in_group(ranks, 2, name_of_the_group, tmp_path)[0] for _ in range(2))
+    assert first != second
+    until(lambda: f"coordinator/{first}" not in ray_dcp_actors(), timeout_s=20)
+    assert f"coordinator/{second}" in ray_dcp_actors()
