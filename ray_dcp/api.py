@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -19,6 +20,7 @@ from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import ConfigError
 from ray_dcp.protocol.background import AsyncSaveResponse, BackgroundSaves
 from ray_dcp.protocol.call import Call, SoloCall, phase
+from ray_dcp.protocol.failures import RankFailure
 from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner
 from ray_dcp.protocol.load import load as load_rank
 from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save, staged_by
@@ -126,11 +128,10 @@ def load(
 
 def newest(root: CheckpointId, *, group: RankGroup | None = None) -> CheckpointInfo | None:
     """The newest checkpoint under ``root`` that is committed and whole; every rank calls this and all get the same."""
-    location = absolute(root)
-    call, saves = _start_call("newest", location, _ranks(group, None, no_dist=False))
+    call, saves = _start_call("newest", root, _ranks(group, None, no_dist=False))
     with phase(call, "choose"):
         saves.settle()
-        chosen: CheckpointInfo | None = call.exchange("choose", location)
+        chosen: CheckpointInfo | None = call.exchange("choose", call.checkpoint_id)
     return chosen
 
 
@@ -158,10 +159,28 @@ def _start_call(kind: str, checkpoint_id: CheckpointId | None, ranks: RankGroup 
 
     From here on all ranks are in it: what is wrong on one is told to all, instead of leaving them to wait.
     """
-    named = "" if checkpoint_id is None else absolute(checkpoint_id)
     if ranks is None:
-        return SoloCall(kind, named), _solo_saves
+        return SoloCall(kind, _named(checkpoint_id)), _solo_saves
+    with preparing(kind, ranks):
+        named = _named(checkpoint_id)
     return ranks.start_call(kind, named), ranks.background
+
+
+@contextmanager
+def preparing(kind: str, group: RankGroup | None) -> Iterator[None]:
+    """What an argument raises in the block, on this rank and before its call, ends the call of the others too."""
+    try:
+        yield
+    except Exception as error:
+        ranks = group if group is not None else current_group()
+        if ranks is not None:
+            call = ranks.start_call(kind)
+            call.report(RankFailure.from_exception(error, rank=call.rank, phase="collect"))
+        raise
+
+
+def _named(checkpoint_id: CheckpointId | None) -> str:
+    return "" if checkpoint_id is None else absolute(checkpoint_id)
 
 
 def _location(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageReader, role: str) -> str:
@@ -195,4 +214,4 @@ def _require_collectives(use_collectives: bool) -> None:
         )
 
 
-__all__ = ["AsyncSaveResponse", "LoadReport", "absolute", "async_save", "load", "newest", "save"]
+__all__ = ["AsyncSaveResponse", "LoadReport", "absolute", "async_save", "load", "newest", "preparing", "save"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ray_dcp.api import AsyncSaveResponse, absolute, async_save, load, newest, save
+from ray_dcp.api import AsyncSaveResponse, absolute, async_save, load, newest, preparing, save
 from ray_dcp.catalog import CheckpointInfo, describe, latest_checkpoint, list_checkpoints
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
@@ -58,7 +58,9 @@ class CheckpointManager:
             if newest_step is None or newest_step.step is None:
                 return None
             step = newest_step.step
-        load(state_dict, checkpoint_id=self.checkpoint_id(step), group=self._group)
+        with preparing("load", self._group):
+            checkpoint_id = self.checkpoint_id(step)
+        load(state_dict, checkpoint_id=checkpoint_id, group=self._group)
         return step
 
     def latest(self) -> CheckpointInfo | None:
@@ -84,6 +86,7 @@ class CheckpointManager:
         self._latest_async = None
 
     def _writer(self, step: int, metrics: Mapping[str, Any] | None) -> StoreWriter:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ConfigError("step", f"{step!r} is no step number")
-        return StoreWriter(self.checkpoint_id(step), step=step, metrics=metrics)
+        with preparing("save", self._group):
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise ConfigError("step", f"{step!r} is no step number")
+            return StoreWriter(self.checkpoint_id(step), step=step, metrics=metrics)

@@ -12,6 +12,7 @@ import torch
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, StateDictError, UnknownSchemeError
+from ray_dcp.protocol.background import BackgroundSaves
 from tests.ranks import ThreadRanks
 
 
@@ -217,3 +218,46 @@ def test_bad_arguments_name_the_setting(tmp_path, call, setting):
 def test_a_list_in_place_of_a_state_dict(tmp_path):
     with pytest.raises(CheckpointException, match="state_dict is a list"):
         dcp.save([torch.ones(2)], checkpoint_id=tmp_path / "c", no_dist=True)
+
+
+class ThreadGroup:
+    """What ``api`` asks of a ``RankGroup``, for one of ``ThreadRanks``."""
+
+    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
+        self.background = BackgroundSaves()
+        self._ranks = ranks
+        self._rank = rank
+
+    def start_call(self, kind, checkpoint_id=""):
+        return self._ranks.call(self._rank, kind, checkpoint_id)
+
+
+REFUSED_BEFORE_THE_CALL = {
+    "checkpoint_id of save": lambda group, root: dcp.save({"w": torch.ones(4)}, checkpoint_id=5, group=group),
+    "checkpoint_id of load": lambda group, root: dcp.load(template(), checkpoint_id=b"/c", group=group),
+    "metrics": lambda group, root: dcp.CheckpointManager(root, group=group).save(1, {}, metrics={"loss": object()}),
+    "step of save": lambda group, root: dcp.CheckpointManager(root, group=group).async_save("1", {}),
+    "step of load": lambda group, root: dcp.CheckpointManager(root, group=group).load(template(), step="1"),
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED_BEFORE_THE_CALL)
+def test_an_argument_that_one_rank_refuses_is_told_to_the_others(tmp_path, argument):
+    ranks = ThreadRanks(2)
+    groups = [ThreadGroup(ranks, rank) for rank in range(2)]
+
+    def on_rank(rank):
+        if rank == 1:
+            return REFUSED_BEFORE_THE_CALL[argument](groups[rank], tmp_path)
+        if "load" in argument:
+            return dcp.load(template(), checkpoint_id=tmp_path / "c", group=groups[rank])
+        return dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "c", group=groups[rank])
+
+    other, refusing = ranks.run(on_rank)
+    assert isinstance(other, CheckpointException)
+    assert (other.failed_ranks, other.phase) == ((1,), "collect")
+    assert isinstance(refusing, TypeError | ValueError)
+    assert type(refusing).__name__ in str(other)
+    state = {"w": torch.ones(4)}
+    saved = ranks.run(lambda rank: dcp.save(state, checkpoint_id=tmp_path / "c", group=groups[rank]))
+    assert not any(isinstance(outcome, BaseException) for outcome in saved)
