@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
@@ -31,6 +32,10 @@ class RankFailure:
     """Text; empty where nothing was raised (a rank that died)."""
     cause: BaseException | None = None
     """The original, where it can be pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        cause = None if self.cause is None else cloudpickle.dumps(self.cause)
+        return _rebuild_failure, (cause, self.rank, self.phase, self.error_type, self.message, self.traceback)
 
     @classmethod
     def from_exception(cls, error: BaseException, *, rank: int, phase: str) -> RankFailure:
@@ -104,6 +109,17 @@ def _text(error: BaseException) -> str:
         return str(error)
     except BaseException as unprintable:  # noqa: BLE001 - a user's class may raise anything here; the others must be told
         return f"(its text cannot be made: {type(unprintable).__name__})"
+
+
+def _rebuild_failure(
+    pickled_cause: bytes | None, rank: int, phase: str, error_type: str, message: str, traceback: str
+) -> RankFailure:
+    """The failure, without its cause where this process cannot import that: it must arrive all the same."""
+    try:
+        cause = None if pickled_cause is None else pickle.loads(pickled_cause)
+    except BaseException:  # noqa: BLE001 - a user's class may raise anything here
+        cause = None
+    return RankFailure(rank, phase, error_type, message, traceback, cause)
 
 
 def _survives_pickling(error: BaseException) -> bool:

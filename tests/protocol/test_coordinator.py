@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import types
 
 import pytest
 
@@ -241,6 +243,20 @@ def test_an_exception_that_cannot_be_pickled_travels_as_text():
     assert failure.cause is None
     assert (failure.error_type, failure.message) == ("Local", "odd")
     assert "odd" in str(CheckpointException("save", "/c", [failure]))
+
+
+def test_an_exception_whose_class_is_unknown_elsewhere_travels_as_text(monkeypatch):
+    module = types.ModuleType("on_one_node_only")
+    exec("class RareError(Exception): pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    failure = RankFailure.from_exception(module.RareError("odd"), rank=1, phase="write")
+    assert type(pickle.loads(pickle.dumps(failure)).cause) is module.RareError
+    sent = pickle.dumps(CheckpointException("save", "/c", [failure]))
+    monkeypatch.delitem(sys.modules, module.__name__)
+    arrived = pickle.loads(sent)
+    assert arrived.__cause__ is None
+    assert arrived.failed_ranks == (1,)
+    assert "rank 1: RareError: odd" in str(arrived)
 
 
 def test_torchs_and_pythons_handlers_both_catch_it():
