@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -54,6 +55,7 @@ class RankPool:
         self._kwargs = kwargs
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
+        self._generation: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -72,12 +74,16 @@ class RankPool:
         """
         if self._actors:
             raise GroupError("the pool is started already; use restart() to re-form it", group=self.name)
-        ensure_coordinator(self.name)
         self._placement = self._place()
+        ensure_coordinator(self.name)
         world_size = self._placement.bundle_count
-        self._actors = [self._start_rank(rank, world_size) for rank in range(world_size)]
+        # Ranks of this start never mix with those of another pool of this name, or of an earlier start.
+        incarnation = uuid.uuid4().hex
+        places = [_Place(self.name, rank, world_size, incarnation) for rank in range(world_size)]
+        self._actors = [self._start_rank(place) for place in places]
         try:
-            self._collect([actor.ray_dcp_ready.remote() for actor in self._actors], timeout_s=_START_TIMEOUT_S)
+            ready = [actor.ray_dcp_ready.remote() for actor in self._actors]
+            self._generation = self._collect(ready, timeout_s=_START_TIMEOUT_S)[0]
         except BaseException:
             self.shutdown()
             raise
@@ -100,7 +106,9 @@ class RankPool:
     def shutdown(self) -> None:
         """Stop all ranks and the coordinator. Idempotent."""
         self._stop_ranks()
-        end_coordinator(self.name)
+        if self._generation is not None:
+            end_coordinator(self.name, generation=self._generation)
+            self._generation = None
 
     def __enter__(self) -> RankPool:
         self.start()
@@ -136,7 +144,7 @@ class RankPool:
             if node_id in alive
         )
 
-    def _start_rank(self, rank: int, world_size: int) -> Any:
+    def _start_rank(self, place: _Place) -> Any:
         resources = dict(self.resources_per_rank)
         return (
             ray.remote(self._rank_class)
@@ -145,9 +153,9 @@ class RankPool:
                 num_gpus=resources.pop("GPU", 0),
                 memory=resources.pop("memory", None),
                 resources=resources,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, place.rank),
             )
-            .remote(_Place(self.name, rank, world_size), *self._args, **self._kwargs)
+            .remote(place, *self._args, **self._kwargs)
         )
 
     def _collect(self, references: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
@@ -191,13 +199,14 @@ class RankPool:
             self._placement = None
 
 
+@dataclass(frozen=True, slots=True)
 class _Place:
     """A rank's place in its group, on its way to the actor."""
 
-    def __init__(self, group: str, rank: int, world_size: int) -> None:
-        self.group = group
-        self.rank = rank
-        self.world_size = world_size
+    group: str
+    rank: int
+    world_size: int
+    incarnation: str
 
 
 def _rank_class(ActorClass: Any) -> type:
@@ -211,15 +220,22 @@ def _rank_class(ActorClass: Any) -> type:
         def __init__(self, place: _Place, *args: Any, **kwargs: Any) -> None:
             self._ray_dcp_failure: BaseException | None = None
             try:
-                RankGroup.join(place.group, rank=place.rank, world_size=place.world_size, timeout_s=_START_TIMEOUT_S)
+                self._ray_dcp_group = RankGroup.join(
+                    place.group,
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout_s=_START_TIMEOUT_S,
+                    incarnation=place.incarnation,
+                )
                 super().__init__(*args, **kwargs)
             except BaseException as error:  # noqa: BLE001 - told by ray_dcp_ready: Ray turns it into a dead actor
                 self._ray_dcp_failure = error
 
-        def ray_dcp_ready(self) -> None:
-            """Raises what the constructor raised, as it is."""
+        def ray_dcp_ready(self) -> int:
+            """The generation joined; raises what the constructor raised, as it is."""
             if self._ray_dcp_failure is not None:
                 raise self._ray_dcp_failure
+            return self._ray_dcp_group.generation
 
     Rank.__name__ = Rank.__qualname__ = user_class.__name__
     return Rank

@@ -100,7 +100,20 @@ def test_a_constructor_that_raises_leaves_nothing_behind(ray_session):
     with pytest.raises(ValueError, match="no such device"):
         pool.start()
     assert pool.world_size == 0
-    until(lambda: "coordinator/broken" not in ray_dcp_actors(), timeout_s=10)
+    until(lambda: "coordinator/broken" not in ray_dcp_actors(), timeout_s=30)
+
+
+def test_a_second_pool_of_one_name_takes_over_and_the_first_one_cannot_end_it(ray_session, tmp_path):
+    first = dcp.RankPool(Holder, name="namesake", max_ranks=1, resources_per_rank=SMALL)
+    second = dcp.RankPool(Holder, name="namesake", max_ranks=1, resources_per_rank=SMALL)
+    first.start()
+    second.start()
+    with pytest.raises(dcp.CheckpointException, match="generation 1, the group is at 2"):
+        first.run("save", tmp_path / "first")
+    first.shutdown()
+    second.run("save", tmp_path / "second")
+    second.shutdown()
+    until(lambda: "coordinator/namesake" not in ray_dcp_actors(), timeout_s=10)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 import tenacity
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
@@ -199,12 +199,17 @@ def _on_head_node() -> Any:
     return NodeAffinitySchedulingStrategy(head[0], soft=True) if head else "DEFAULT"
 
 
-def end_coordinator(name: str) -> None:
-    """Stop the coordinator of group ``name`` now, if there is one: whoever calls this knows that its ranks are done."""
+def end_coordinator(name: str, *, generation: int | None = None) -> None:
+    """Stop the coordinator of group ``name`` now, if there is one: whoever calls this knows that its ranks are done.
+
+    With ``generation``, only if no newer one has formed meanwhile.
+    """
     try:
-        ray.kill(ray.get_actor(f"coordinator/{name}", namespace=NAMESPACE))
-    except ValueError:
-        return  # it has ended already
+        coordinator = ray.get_actor(f"coordinator/{name}", namespace=NAMESPACE)
+        if generation is None or ray.get(coordinator.generation.remote(), timeout=10) == generation:
+            ray.kill(coordinator)
+    except (ValueError, RayActorError, GetTimeoutError):
+        return  # it has ended already, or ends by itself
 
 
 def ask(reference: Any, *, group: str) -> Any:

@@ -99,8 +99,15 @@ class TemplatePlanner(DefaultLoadPlanner):
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        fqn = read_item.dest_index.fqn
-        self._replace(fqn, self._load_python(value, fqn))
+        self.put_python(read_item, self.decode_python(read_item, value))
+
+    def decode_python(self, read_item: ReadItem, value: io.BytesIO) -> Any:
+        """The Python value in ``value``; the template is untouched."""
+        return self._load_python(value, read_item.dest_index.fqn)
+
+    def put_python(self, read_item: ReadItem, value: Any) -> None:
+        """Put a decoded value into the template."""
+        self._replace(read_item.dest_index.fqn, value)
 
     def _fitting(self) -> dict[str, Any]:
         """The values of the template that can be planned at all: of the kind and shape of the stored ones."""

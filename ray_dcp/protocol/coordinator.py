@@ -19,7 +19,7 @@ from typing import Any
 from ray_dcp.errors import GroupError, RankLostError, StaleGenerationError
 from ray_dcp.protocol.call import coordinator_phase
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
-from ray_dcp.protocol.membership import JoinRequest, Membership
+from ray_dcp.protocol.membership import JoinRequest, Membership, resolve
 from ray_dcp.protocol.sessions import SESSIONS
 from ray_dcp.protocol.wire import CallId, decode, encode
 
@@ -226,7 +226,7 @@ class _OpenCall:
             self.ended = following is None
             self._phase_now = following or phase
             for (_, future), answer in zip(parts, encoded, strict=True):
-                future.set_result(answer)
+                resolve(future, answer)
             self._end_step([])
 
     def _end_step(self, failures: list[RankFailure]) -> None:

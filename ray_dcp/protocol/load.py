@@ -9,8 +9,9 @@ every rank has all its bytes.
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +104,8 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
     template = _collect_template(request, call)
     with phase(call, "read"), template.per_rank.expanded(metadata.state_dict_metadata):
         planned = _plan(request, template, metadata, call)
-        python_values = _read(request, planned, call)
-        _put_python_values(request, python_values)
+        for put_python_value in _read(request, planned, call):
+            put_python_value()
     _restore(request, template, call)
     return _report(request, planned)
 
@@ -178,24 +179,27 @@ def _planned(plan: LoadPlan, check: TemplateCheck | None, unexpected: tuple[str,
     return _PlannedLoad(plan, check.wanted, check.missing, unexpected)
 
 
-def _read(request: LoadRequest, planned: _PlannedLoad, call: Call) -> list[tuple[ReadItem, io.BytesIO]]:
-    """Fill the tensors; the Python values are kept back until every rank has read all of its own."""
+def _read(request: LoadRequest, planned: _PlannedLoad, call: Call) -> list[Callable[[], None]]:
+    """Fill the tensors; the Python values, decoded, are kept back until every rank has read all of its own."""
     planner: LoadPlanner = request.planner
     kept_back: list[tuple[ReadItem, io.BytesIO]] = []
     if isinstance(request.reader, StoreReader):
         planner = _PythonValuesLater(request.planner, kept_back)
     request.reader.read_data(planned.plan, planner).wait()
-    if not request.trusted and not isinstance(request.planner, TemplatePlanner):
-        for item, content in kept_back:
-            file = getattr(content, "name", request.checkpoint_id)
-            decode_python(io.BytesIO(content.getvalue()), file=file, fqn=item.dest_index.fqn, trusted=False)
+    puts = [_python_put(request, item, content) for item, content in kept_back]
     call.exchange("read", None)
-    return kept_back
+    return puts
 
 
-def _put_python_values(request: LoadRequest, python_values: list[tuple[ReadItem, io.BytesIO]]) -> None:
-    for item, content in python_values:
-        request.planner.load_bytes(item, content)
+def _python_put(request: LoadRequest, item: ReadItem, content: io.BytesIO) -> Callable[[], None]:
+    """What puts a Python value in place; raises now where the value cannot or must not be decoded."""
+    planner = request.planner
+    if isinstance(planner, TemplatePlanner):
+        return functools.partial(planner.put_python, item, planner.decode_python(item, content))
+    if not request.trusted:
+        file = getattr(content, "name", request.checkpoint_id)
+        decode_python(io.BytesIO(content.getvalue()), file=file, fqn=item.dest_index.fqn, trusted=False)
+    return functools.partial(planner.load_bytes, item, content)
 
 
 def _restore(request: LoadRequest, template: _Template, call: Call) -> None:

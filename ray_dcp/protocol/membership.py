@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import contextlib
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from typing import Any
 
 from ray_dcp.errors import GroupError, RankConflictError, StaleGenerationError
 
@@ -18,6 +20,12 @@ class JoinRequest:
     """Names the process, unlike any other ever: a process that restarts is another member."""
     incarnation: str | None = None
     """Same for all processes started together (a TorchTrainer worker group); None where nobody says."""
+
+
+def resolve(future: Future[Any], answer: Any) -> None:
+    """Answer a rank; one that has stopped waiting (its call was cancelled) must not cost the others their answers."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_result(answer)
 
 
 class Membership:
@@ -85,7 +93,7 @@ class Membership:
         self._members = [self._forming[rank][0].member for rank in range(self.world_size)]
         formed, self._forming = self._forming, {}
         for _, future in formed.values():
-            future.set_result(self.generation)
+            resolve(future, self.generation)
 
     def _supersede_older_incarnation(self, request: JoinRequest) -> None:
         """Let a newer incarnation take the place of one that still waits; refuse a process that was left behind."""
@@ -96,7 +104,8 @@ class Membership:
             raise stale
         self._incarnations.append(request.incarnation)
         for _, future in self._forming.values():
-            future.set_exception(stale)
+            if not future.done():
+                future.set_exception(stale)
         self._forming = {}
 
     def _require_no_conflict(self, request: JoinRequest) -> None:

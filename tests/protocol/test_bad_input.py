@@ -261,3 +261,18 @@ def test_an_argument_that_one_rank_refuses_is_told_to_the_others(tmp_path, argum
     state = {"w": torch.ones(4)}
     saved = ranks.run(lambda rank: dcp.save(state, checkpoint_id=tmp_path / "c", group=groups[rank]))
     assert not any(isinstance(outcome, BaseException) for outcome in saved)
+
+
+def test_a_python_value_that_must_not_be_loaded_leaves_all_others_alone(tmp_path):
+    place = tmp_path / "c"
+    dcp.save({"a": {"x": 1}, "z": Unlisted(), "n": [1]}, checkpoint_id=place, no_dist=True)
+    filled = {"a": {"x": 0}, "z": None, "n": None}
+    (refused,) = ThreadRanks(1).load([filled], place)
+    assert "trusted=True" in str(refused)
+    assert filled == {"a": {"x": 0}, "z": None, "n": None}
+    dcp.load(filled, checkpoint_id=place, no_dist=True, trusted=True)
+    assert (filled["a"], type(filled["z"]), filled["n"]) == ({"x": 1}, Unlisted, [1])
+
+
+class Unlisted:
+    """A class outside the allow-list."""
