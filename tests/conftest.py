@@ -11,6 +11,9 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local test cluster; else Ray writes a token into the home folder
 
 
+# When other programs fill the memory, killing these small actors would not help.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+
 # A run that was started in the background may have it ignored, and so would the programs whose Ctrl-C is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

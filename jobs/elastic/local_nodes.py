@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 _OBJECT_STORE_NBYTES = 100 * 2**20
 _END_WAIT_S = 2.0
+_EMPTY_LOOKS = 4
+_LOOK_AGAIN_S = 0.25
 _MAX_TEMPORARY_NAME = 24
 
 _RAY_SETTINGS = {
@@ -58,25 +61,36 @@ def _end_processes_of(folder: str) -> None:
     """Return when no process of the cluster in ``folder`` is left; those that do not end by themselves are killed."""
     import psutil  # Ray brings it
 
-    # Again and again: a raylet that was being started when this program was stopped has started others since.
-    while started := _processes_of(folder):
+    # Again and again: a raylet that was being started when this program was stopped has started others since, and
+    # for a moment those can not be told from strangers.
+    num_empty_looks = 0
+    while num_empty_looks < _EMPTY_LOOKS:
+        started = _processes_of(folder)
+        num_empty_looks = 0 if started else num_empty_looks + 1
         _, alive = psutil.wait_procs(started, timeout=_END_WAIT_S)
         for process in alive:
             with suppress(psutil.Error):
                 process.kill()
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _processes_of(folder: str) -> list[Any]:
-    # Their environment tells which they are. Not all are children of this process: those of a raylet that was killed
-    # have another parent.
+    # Not all are children of this process: those of a raylet that was killed have another parent.
     import psutil
 
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get("RAY_TMPDIR") == folder and process.pid != os.getpid():
+            if process.pid != os.getpid() and _belongs_to(process, folder):
                 found.append(process)
     return found
+
+
+def _belongs_to(process: Any, folder: str) -> bool:
+    """By its environment; or by its logs, since a process that gives itself a title writes over its environment."""
+    if process.environ().get("RAY_TMPDIR") == folder:
+        return True
+    return any(opened.path.startswith(f"{folder}{os.sep}") for opened in process.open_files())
 
 
 def _short_temporary_folder() -> str:

@@ -115,3 +115,13 @@ def test_an_overlap_as_large_as_a_hole_reaches_no_file(tmp_path):
 def test_the_same_chunk_on_several_ranks_is_saved_once(tmp_path):
     outcomes = ThreadRanks(3).save(lambda rank: {"w": rows(0, 2) if rank < 2 else rows(2, 4)}, tmp_path / "c")
     assert [tuple(chunk.offsets) for chunk in outcomes[0].state_dict_metadata["w"].chunks] == [(0, 0), (2, 0)]
+
+
+def test_every_tensor_with_a_hole_is_named_however_many_there_are(tmp_path):
+    def many(rank):
+        return {f"layer.{n}.weight": LocalShards((6, 2), {(2 * rank, 0): torch.ones(2, 2)}) for n in range(40)}
+
+    for outcome in ThreadRanks(2).save(many, tmp_path / "c"):
+        problems = outcome.__cause__.problems
+        assert len(problems) == 40
+        assert all(any(f"layer.{n}.weight" in problem for problem in problems) for n in range(40))
