@@ -3,8 +3,8 @@
 A session is a plain object. Each of its phases takes what every rank sent, in rank order, and returns what every rank
 gets, in rank order. It raises to fail the call for all ranks. Phases run once each, in order, one at a time.
 
-A user's planner, writer or reader that cannot be pickled stays on rank 0. Its global steps then run there, in a phase
-of their own: rank 0 gets an ``OnRankZero`` with what all ranks sent, and sends back the result.
+A user's writer stays on rank 0, and so does a planner or reader that cannot be pickled. Their global steps then run
+there, in a phase of their own: rank 0 gets an ``OnRankZero`` with what all ranks sent, and sends back the result.
 """
 
 from __future__ import annotations
