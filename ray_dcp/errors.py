@@ -14,6 +14,7 @@
     |-- UnsafeDataError                          a file asks for code to be run
     |-- FormatVersionError                       written by a newer ray_dcp
     |-- StateDictError (ValueError)              the state dict and the checkpoint do not fit
+    |-- SupersededError                        a newer save of the same checkpoint has begun
     |-- EarlierSaveError                       an asynchronous save failed and nobody had asked
     |-- GroupError
     |   |-- JoinTimeoutError (TimeoutError)      ranks that never joined
@@ -151,6 +152,23 @@ class StateDictError(RayDcpError, ValueError):
         listed = "".join(f"\n  - {problem}" for problem in problems)
         super().__init__(f"{message}{listed}")
         self.problems = tuple(problems)
+
+
+class SupersededError(RayDcpError):
+    """A newer save of the same checkpoint has begun, so this one was given up before its commit.
+
+    Example: a node freezes in the middle of a save; its run goes on elsewhere, comes to the same step and saves it;
+    the node wakes up and goes on. ``attempt`` and ``newer`` name the two saves, as their shard files do.
+    """
+
+    def __init__(self, *, checkpoint_id: str, attempt: str, newer: str) -> None:
+        super().__init__(
+            f"a newer save of {checkpoint_id} has begun (attempt {newer}), so this one ({attempt}) was given up "
+            "without a commit. Two runs that save to one place need a root each."
+        )
+        self.checkpoint_id = checkpoint_id
+        self.attempt = attempt
+        self.newer = newer
 
 
 class EarlierSaveError(RayDcpError):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
+import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 METADATA = ".metadata"
@@ -16,6 +19,7 @@ PAYLOAD_ALIGNMENT = 64
 BLOCK_NBYTES = 1 << 20
 """Payload bytes under one checksum."""
 
+_ATTEMPT = re.compile(r"(?P<started_ns>[0-9a-f]{16})[0-9a-f]{8}")
 _SHARD = re.compile(r"__(?P<rank>\d+)_(?P<number>\d+)_(?P<attempt>[0-9a-f]+)\.distcp")
 _STEP = re.compile(r"step-(?P<step>\d+)")
 
@@ -48,3 +52,20 @@ def parse_step_folder(name: str) -> int | None:
     """The step of a folder name, or None when it is no step folder."""
     match = _STEP.fullmatch(name)
     return int(match["step"]) if match else None
+
+
+def new_attempt(others: Iterable[str] = ()) -> str:
+    """Name an attempt that starts now: later than all of ``others``, even where the clock that named them is ahead."""
+    latest_ns = max((started_ns(other) for other in others), default=0)
+    return f"{max(time.time_ns(), latest_ns + 1):016x}{uuid.uuid4().hex[:8]}"
+
+
+def started_ns(attempt: str) -> int:
+    """When an attempt began, in nanoseconds since the epoch; 0 where its name does not say."""
+    match = _ATTEMPT.fullmatch(attempt)
+    return int(match["started_ns"], 16) if match else 0
+
+
+def is_newer(attempt: str, other: str) -> bool:
+    """Whether ``attempt`` started after ``other``; of two that started at once one is the newer."""
+    return (started_ns(attempt), attempt) > (started_ns(other), other)

@@ -27,6 +27,7 @@ EXAMPLES = [
     errors.UnsafeDataError("os.system", file=".metadata", fqn="w"),
     errors.FormatVersionError(found=2, supported=1, file="manifest.parquet"),
     errors.StateDictError("does not fit", ["w: shape", "b: missing"]),
+    errors.SupersededError(checkpoint_id="/dir/step-1", attempt="0" * 24, newer="1" * 24),
     errors.EarlierSaveError(ValueError("disk full")),
     errors.GroupError("something", group="run-7"),
     errors.JoinTimeoutError(group="run-7", world_size=4, missing_ranks=[1, 3], timeout_s=60),

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_dcp.layout import ShardFile, parse_shard_file, parse_step_folder, step_folder
+from ray_dcp.layout import (
+    ShardFile,
+    is_newer,
+    new_attempt,
+    parse_shard_file,
+    parse_step_folder,
+    started_ns,
+    step_folder,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,3 +79,22 @@ def test_shard_files_come_back(rank, number, attempt):
 )
 def test_other_names_are_no_shard_file(name):
     assert parse_shard_file(name) is None
+
+
+def test_attempts_are_ordered_by_their_start():
+    first = new_attempt()
+    second = new_attempt([first])
+    assert is_newer(second, first)
+    assert not is_newer(first, second)
+    assert not is_newer(first, first)
+    assert parse_shard_file(ShardFile(0, 0, second).key).attempt == second
+
+
+def test_an_attempt_is_newer_than_those_of_a_clock_that_is_ahead():
+    ahead = f"{started_ns(new_attempt()) + 3600 * 10**9:016x}ffffffff"
+    assert is_newer(new_attempt([ahead, "ab12"]), ahead)
+
+
+def test_a_name_that_says_no_start_is_the_oldest():
+    assert started_ns("0123456789ab") == 0
+    assert is_newer(new_attempt(), "f" * 12)

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +23,8 @@ from torch.futures import Future
 
 from ray_dcp.dcp_io.metadata_file import encode_metadata
 from ray_dcp.dcp_io.record import JoinedWrites, Payload, write_python, write_tensor
-from ray_dcp.errors import ConfigError, StateDictError, StoreError
-from ray_dcp.layout import MANIFEST, METADATA, ShardFile
+from ray_dcp.errors import ConfigError, StateDictError, StoreError, SupersededError
+from ray_dcp.layout import MANIFEST, METADATA, ShardFile, is_newer, new_attempt, parse_shard_file, started_ns
 from ray_dcp.manifest import Entry, Manifest, encode_manifest, metadata_digest
 from ray_dcp.planning.state_dict import record_settings, tensor_problem
 from ray_dcp.storage.open import open_store
@@ -85,7 +84,8 @@ class StoreWriter(StorageWriter):
         self._written_key = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to open ahead: a store is opened by whoever uses it."""
+        """Name the attempt: on the coordinator rank, so that a coordinator that starts over goes on with the same."""
+        self._attempt = new_attempt() if is_coordinator else ""
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._attempt or None)
@@ -95,8 +95,9 @@ class StoreWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin an attempt. Raises ``StoreError`` where the place itself is wrong (a file, no permission)."""
-        self.store.list_folders()
-        self._attempt = uuid.uuid4().hex[:12]
+        seen = _attempts_in(self.store)
+        if not self._attempt or any(is_newer(other, self._attempt) for other in seen):
+            self._attempt = new_attempt(seen)
         self._world_size = len(plans)
         self._planned = {item.index: rank for rank, plan in enumerate(plans) for item in plan.items}
         return [
@@ -125,7 +126,10 @@ class StoreWriter(StorageWriter):
             self._written_key = None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit: raises unless every planned item has exactly one result; otherwise the checkpoint is there."""
+        """Commit: raises unless every planned item has exactly one result; otherwise the checkpoint is there.
+
+        Raises ``SupersededError`` where a newer attempt at this checkpoint has begun to write.
+        """
         stored = [item for of_rank in results for item in of_rank]
         self._require_all_written(stored)
         metadata.version = CURRENT_DCP_VERSION
@@ -133,8 +137,8 @@ class StoreWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         encoded = encode_metadata(metadata)
         store = self.store
-        store.put(MANIFEST, encode_manifest(self._manifest(stored, encoded)))
-        store.put(METADATA, encoded)
+        store.put(MANIFEST, encode_manifest(self._manifest(stored, encoded)), last_look=self._require_newest)
+        store.put(METADATA, encoded, last_look=self._require_newest)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -155,6 +159,11 @@ class StoreWriter(StorageWriter):
                 [f"not written: {name}" for name in lacking] + [f"not planned: {name}" for name in unplanned],
             )
 
+    def _require_newest(self) -> None:
+        newest = max(_attempts_in(self.store), key=started_ns, default="")
+        if newest and is_newer(newest, self._attempt):
+            raise SupersededError(checkpoint_id=self.checkpoint_id, attempt=self._attempt, newer=newest)
+
     def _manifest(self, stored: Sequence[WriteResult], encoded_metadata: bytes) -> Manifest:
         return Manifest(
             entries=[_entry(item) for item in stored if isinstance(item, StoredItem)],
@@ -166,6 +175,11 @@ class StoreWriter(StorageWriter):
             metrics=self.metrics,
             versions={"torch": torch.__version__, "ray_dcp": __version__},
         )
+
+
+def _attempts_in(store: Store) -> list[str]:
+    """The attempts that have shard files there."""
+    return [shard.attempt for stored in store.list() if (shard := parse_shard_file(stored.key)) is not None]
 
 
 def _as_json_values(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -37,8 +37,10 @@ class ArrowStore:
     def __repr__(self) -> str:
         return f"ArrowStore({self._shown!r})"
 
-    def put(self, key: str, content: bytes) -> None:
+    def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:
         require_key(key, url=self._shown)
+        if last_look is not None:
+            last_look()  # a small object is one request, which nothing can be put in front of later
         with self._errors("put", key), self._open_output(key) as stream:
             stream.write(content)
 

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -38,7 +38,7 @@ class LocalStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalStore, (self.url,)
 
-    def put(self, key: str, content: bytes) -> None:
+    def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:
         path = self._path(require_key(key, url=self.url))
         # A constant length: a longer variant of the key's own name might not fit the filesystem's limit.
         temporary = os.path.join(os.path.dirname(path), f".ray_dcp_{uuid.uuid4().hex}.tmp")
@@ -51,6 +51,8 @@ class LocalStore:
                     os.close(descriptor)
                     raise
                 close_durably(descriptor)
+                if last_look is not None:
+                    last_look()
                 os.rename(temporary, path)
             except BaseException:
                 with suppress(OSError):

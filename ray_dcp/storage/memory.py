@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -34,8 +34,10 @@ class MemoryStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return MemoryStore, (self.url,)
 
-    def put(self, key: str, content: bytes) -> None:
+    def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:
         require_key(key, url=self.url)
+        if last_look is not None:
+            last_look()
         with store_errors("put", url=self.url, key=key):
             self._files.pipe_file(self._path(key), bytes(content))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,11 +43,12 @@ class Store(Protocol):
     url: str
     """Where the root is, as the user would write it; used in messages and to open the same store elsewhere."""
 
-    def put(self, key: str, content: bytes) -> None:
+    def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:
         """Replace or create an object in one step: readers see all of the old or all of the new.
 
         When it returns, the object is durable, its name included. On failure readers see all of the old one or,
-        where only making the name durable failed, all of the new one.
+        where only making the name durable failed, all of the new one. ``last_look`` is called once, as late as the
+        backend can before readers see the new object; what it raises gives the put up, and passes unchanged.
         """
         ...
 

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards, StoreReader, StoreWriter
 from ray_dcp.dcp_io.store_writer import StoredItem
-from ray_dcp.errors import StateDictError, StoreError
-from ray_dcp.layout import parse_shard_file
+from ray_dcp.errors import StateDictError, StoreError, SupersededError
+from ray_dcp.layout import ShardFile, parse_shard_file
 from ray_dcp.manifest import decode_manifest
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
@@ -96,10 +96,10 @@ def failing(monkeypatch, step: str, when: str, error: BaseException) -> None:
     """Fail one step of the store: ``put`` of the manifest or metadata, or ``put_new`` of a shard file."""
     put, put_new = LocalStore.put, LocalStore.put_new
 
-    def failing_put(self, key, content):
+    def failing_put(self, key, content, **options):
         if key == step and when == "before":
             raise error
-        put(self, key, content)
+        put(self, key, content, **options)
         if key == step:
             raise error
 
@@ -138,7 +138,7 @@ class TestFailures:
             "import os, sys, torch, ray_dcp as dcp\n"
             "from ray_dcp.storage.local import LocalStore\n"
             "put = LocalStore.put\n"
-            "def dying(self, key, content): os._exit(9) if key == '.metadata' else put(self, key, content)\n"
+            "def dying(self, key, content, **options): os._exit(9) if key == '.metadata' else put(self, key, content)\n"
             "LocalStore.put = dying\n"
             "new = {'rows': torch.zeros(4, 3), 'n': [0], 'all': torch.zeros(3)}\n"
             "dcp.save(new, checkpoint_id=sys.argv[1], no_dist=True)\n"
@@ -253,3 +253,70 @@ class TestWithTorchsCalls:
         template = {"n": 0}
         dcp.load(template, checkpoint_id=tmp_path, no_dist=True)
         assert template["n"] == 2
+
+
+class TestTwoAttemptsAtOnePlace:
+    """Whichever began last stays, however late the other comes."""
+
+    @staticmethod
+    def begin(place, value):
+        writer, planner = StoreWriter(place), dcp.DefaultSavePlanner()
+        planner.set_up_planner({"w": torch.full((4,), value)}, writer.storage_meta(), is_coordinator=True)
+        writer.set_up_storage_writer(is_coordinator=True)
+        plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+        (plan,) = writer.prepare_global_plan(plans)
+        return writer, metadata, lambda: writer.write_data(plan, planner).value()
+
+    @staticmethod
+    def loaded(place):
+        template = {"w": torch.full((4,), float("nan"))}
+        dcp.load(template, checkpoint_id=place, no_dist=True)
+        return template["w"].tolist()
+
+    def test_the_older_one_is_refused_when_the_newer_has_committed(self, tmp_path):
+        older, newer = self.begin(tmp_path, 1.0), self.begin(tmp_path, 2.0)
+        late = older[2]()
+        newer[0].finish(newer[1], [newer[2]()])
+        before = {one.name: one.read_bytes() for one in tmp_path.iterdir()}
+        with pytest.raises(SupersededError, match="newer save"):
+            older[0].finish(older[1], [late])
+        assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == before
+        assert self.loaded(tmp_path) == [2.0] * 4
+
+    def test_the_older_one_is_refused_while_the_newer_writes(self, tmp_path):
+        older, newer = self.begin(tmp_path, 1.0), self.begin(tmp_path, 2.0)
+        written = older[2](), newer[2]()
+        with pytest.raises(SupersededError):
+            older[0].finish(older[1], [written[0]])
+        assert not (tmp_path / ".metadata").exists()
+        newer[0].finish(newer[1], [written[1]])
+        assert self.loaded(tmp_path) == [2.0] * 4
+
+    def test_the_newer_one_takes_the_place_of_the_older(self, tmp_path):
+        older, newer = self.begin(tmp_path, 1.0), self.begin(tmp_path, 2.0)
+        older[0].finish(older[1], [older[2]()])
+        assert self.loaded(tmp_path) == [1.0] * 4
+        newer[0].finish(newer[1], [newer[2]()])
+        assert self.loaded(tmp_path) == [2.0] * 4
+
+    def test_one_that_is_overtaken_between_manifest_and_metadata_is_refused(self, tmp_path, monkeypatch):
+        older, newer = self.begin(tmp_path, 1.0), self.begin(tmp_path, 2.0)
+        late, put = older[2](), LocalStore.put
+
+        def overtake(store, key, content, **options):
+            put(store, key, content, **options)
+            if key == "manifest.parquet":
+                monkeypatch.setattr(LocalStore, "put", put)
+                newer[0].finish(newer[1], [newer[2]()])
+
+        monkeypatch.setattr(LocalStore, "put", overtake)
+        with pytest.raises(SupersededError):
+            older[0].finish(older[1], [late])
+        assert self.loaded(tmp_path) == [2.0] * 4
+
+    def test_a_clock_that_was_ahead_does_not_shut_out_those_who_come_later(self, tmp_path):
+        ahead = ShardFile(0, 0, f"{2**62:016x}ffffffff")
+        (tmp_path / ahead.key).write_bytes(b"left by a crash")
+        writer, metadata, write = self.begin(tmp_path, 3.0)
+        writer.finish(metadata, [write()])
+        assert self.loaded(tmp_path) == [3.0] * 4

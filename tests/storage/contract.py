@@ -51,6 +51,24 @@ class StoreContract:
 
     # put
 
+    def test_a_last_look_that_raises_gives_the_put_up(self, store):
+        store.put("key", b"old")
+
+        def refuse():
+            assert self.get_behind(store, "key") == b"old"
+            raise LookupError("not now")
+
+        with pytest.raises(LookupError, match="not now"):
+            store.put("key", b"new", last_look=refuse)
+        assert store.get("key") == b"old"
+        assert [one.key for one in store.list()] == ["key"]
+
+    def test_a_last_look_comes_once_and_before_readers_see_the_object(self, store):
+        seen = []
+        store.put("key", b"new", last_look=lambda: seen.append(self.get_behind(store, "key")))
+        assert seen == [None]
+        assert store.get("key") == b"new"
+
     @pytest.mark.parametrize("key", KEYS)
     def test_put_stores_under_any_key(self, store, key):
         store.put(key, b"content")
