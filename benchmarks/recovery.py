@@ -1,0 +1,169 @@
+#!/usr/bin/env python
+"""Measure how soon training goes on after a death: with ray_dcp, and with torch's DCP under Ray's defaults.
+
+Trains a small model with FSDP2 on two workers of an elastic TorchTrainer, on a Ray cluster of three nodes that it
+starts on this machine, and kills a rank's process, or a whole node, with SIGKILL. Processes write down what they do;
+from that come the time until all survivors have the error, the time until the next optimizer step, and its parts.
+
+Exit codes: 0 when all runs were measured, whatever they show; 1 when training did not go on in one of them; 2 for wrong
+arguments. Figures taken on a machine that was busy otherwise are marked as not valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_SIDES = ("torch", "ray_dcp")
+_BOTH = "both"
+_OWN_LOAD = 2.0
+"""One for each worker."""
+_JOBS = Path(__file__).resolve().parents[1] / "jobs"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    sys.path.append(str(_JOBS))  # the elastic job knows how to end every process of a cluster
+    from recovery_parts.cluster import SETTINGS
+
+    # Before Ray is imported and its processes are started: they take over this environment.
+    os.environ.update(SETTINGS)
+    _clean_up_on_sigterm()
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    try:
+        report, failed = _measure_all(options, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; everything is cleaned up")
+        return 128 + signal.SIGINT
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if failed else 0
+
+
+def _clean_up_on_sigterm() -> None:
+    """Give a plain SIGTERM the clean-up that Ctrl-C gets."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--runs", type=int, default=5, help="of each side and each kind of death (default: 5)")
+    parser.add_argument("--kill", choices=("rank", "node", _BOTH), default=_BOTH, help="(default: both)")
+    parser.add_argument(
+        "--sides", nargs="+", choices=_SIDES, default=_SIDES, metavar="SIDE", help="of: torch, ray_dcp (default: both)"
+    )
+    parser.add_argument(
+        "--settle",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="of training before the kill, up to two more by chance (default: 15)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=240.0, metavar="SECONDS", help="after which a run has failed (default: 240)"
+    )
+    parser.add_argument("--folder", help="where the checkpoints go for a while (default: the temporary folder)")
+    parser.add_argument("--json", metavar="FILE", help="write the same data here, with every single run")
+    options = parser.parse_args(arguments)
+    if options.runs < 1:
+        parser.error("--runs must be at least 1")
+    if options.settle < 0 or options.timeout <= 0:
+        parser.error("--settle and --timeout are seconds")
+    if options.folder is not None and not os.path.isdir(options.folder):
+        parser.error(f"--folder {options.folder}: there is no such folder")
+    return options
+
+
+def _measure_all(options: argparse.Namespace, console: Any) -> tuple[dict[str, Any], list[str]]:
+    import recovery_parts
+    from ray import cloudpickle
+    from recovery_parts import rounds, tables
+    from side_by_side import machine
+    from side_by_side.tables import banner
+
+    # Workers get this code from here, whatever they can import.
+    cloudpickle.register_pickle_by_value(recovery_parts)
+    victims = rounds.VICTIMS if options.kill == _BOTH else (options.kill,)
+    company, failed = machine.Company(own_load=_OWN_LOAD), []
+    found: dict[str, dict[str, list[Any]]] = {victim: {side: [] for side in options.sides} for victim in victims}
+    console.print(tables.NOTES, highlight=False)
+    console.print(banner(company.objections_at_start()))
+    limits = {"settle_s": options.settle, "timeout_s": options.timeout}
+    with _quiet_stdout():
+        for run in rounds.runs_in_order(options.sides, victims, options.runs, **limits):
+            what = f"{run.victim} killed, {run.side}, run {run.number + 1} of {options.runs}"
+            with _temporary_folder(options.folder) as folder:
+                where = machine.this_machine(folder)
+                try:
+                    recovery = rounds.measure(run, folder)
+                except (TimeoutError, RuntimeError, rounds.timeline.IncompleteError) as error:
+                    failed.append(f"{what}: {error}")
+                    console.print(f"[red]{failed[-1]}")
+                    continue
+            found[run.victim][run.side].append(recovery)
+            console.print(f"{what}: {recovery.step_s:.2f} s", highlight=False)
+            _clean_up_on_sigterm()  # Ray has put a handler of its own there, which aborts
+    objections = company.objections()
+    _show(found, failed, objections, console)
+    report = {
+        "valid": not objections and not failed,
+        "objections": objections,
+        "failed": failed,
+        "machine": dataclasses.asdict(where),
+        "runs": {
+            victim: {side: [dataclasses.asdict(recovery) for recovery in runs] for side, runs in of_victim.items()}
+            for victim, of_victim in found.items()
+        },
+    }
+    return report, failed
+
+
+def _show(
+    found: dict[str, dict[str, list[Any]]], failed: Sequence[str], objections: Sequence[str], console: Any
+) -> None:
+    from recovery_parts import tables
+    from recovery_parts.timeline import Summary
+    from side_by_side.tables import banner
+
+    for victim, sides in found.items():
+        summaries = {side: Summary(runs) for side, runs in sides.items() if runs}
+        if summaries:
+            console.print("", tables.table_of(victim, summaries), sep="\n", highlight=False)
+        if len(summaries) == len(_SIDES):
+            console.print(tables.verdict(victim, summaries["ray_dcp"], summaries["torch"]), highlight=False)
+    console.print("", tables.parts_explained(), tables.failures(failed), sep="\n", highlight=False)
+    console.print(banner(objections))
+
+
+@contextlib.contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Ray prints on the driver's standard output what a raylet did before it died: pages of it."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+@contextlib.contextmanager
+def _temporary_folder(parent: str | None) -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="ray-dcp-recovery-", dir=parent)
+    try:
+        yield os.path.abspath(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
