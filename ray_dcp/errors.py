@@ -6,6 +6,7 @@
     |-- ConfigError (ValueError)                 a setting or argument is refused
     |-- StoreError (OSError)                     a store could not do what was asked
     |   |-- ObjectNotFoundError (FileNotFoundError)
+    |   |-- ObjectTooShortError                  an object ends before what is asked of it
     |   |-- StorePermissionError (PermissionError)
     |   |-- NotAFolderError (NotADirectoryError)      a file lies where a folder should be
     |   `-- UnknownSchemeError (ValueError)
@@ -81,6 +82,10 @@ class ObjectNotFoundError(StoreError, FileNotFoundError):
 
 class StorePermissionError(StoreError, PermissionError):
     """The store refuses this user."""
+class ObjectTooShortError(StoreError):
+    """The object ends before the byte range that was asked for."""
+
+
 
 
 class NotAFolderError(StoreError, NotADirectoryError):

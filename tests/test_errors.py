@@ -19,6 +19,7 @@ EXAMPLES = [
     errors.ConfigError("keep_last", "is negative"),
     errors.StoreError("no space left", url="s3://b/p", key="x"),
     errors.ObjectNotFoundError("nothing there", url="/dir", key=".metadata"),
+    errors.ObjectTooShortError("4 are missing", url="/dir", key="x"),
     errors.StorePermissionError("denied", url="/dir"),
     errors.NotAFolderError("a file", url="/dir/file"),
     errors.UnknownSchemeError("unknown scheme", url="hdfsx://a"),

@@ -38,11 +38,15 @@ class _Piece:
     target: torch.Tensor
 
 
-def read_box(get_verified: GetVerified, entry: Entry, item: ReadItem, target: torch.Tensor) -> int:
-    """Fill ``target`` with the box that ``item`` names; return how many bytes were read."""
-    dtype = _dtype(entry)
+def read_box(get_verified: GetVerified, entry: Entry, item: ReadItem, target: torch.Tensor, *, file: str = "") -> int:
+    """Fill ``target`` with the box that ``item`` names; return how many bytes were read.
+
+    ``file`` is the entry's file in messages, where its key alone would not say enough.
+    """
+    file = file or entry.file
+    dtype = _dtype(entry, file)
     sizes = tuple(entry.sizes or ())
-    _require_consistent(entry, sizes, dtype, item)
+    _require_consistent(entry, sizes, dtype, item, file)
     nbytes_read = 0
     for piece in _pieces(0, sizes, tuple(item.storage_offsets), target, dtype.itemsize):
         nbytes = math.prod(piece.sizes) * dtype.itemsize
@@ -86,14 +90,14 @@ def _pieces(
         yield _Piece(start + (first + row) * row_nbytes, (part.shape[0], *sizes[1:]), (0, *offsets[1:]), part)
 
 
-def _dtype(entry: Entry) -> torch.dtype:
+def _dtype(entry: Entry, file: str) -> torch.dtype:
     dtype = getattr(torch, entry.dtype or "", None)
     if not isinstance(dtype, torch.dtype):
-        raise CorruptCheckpointError(f"the manifest gives it the dtype {entry.dtype!r}", file=entry.file, fqn=entry.fqn)
+        raise CorruptCheckpointError(f"the manifest gives it the dtype {entry.dtype!r}", file=file, fqn=entry.fqn)
     return dtype
 
 
-def _require_consistent(entry: Entry, sizes: tuple[int, ...], dtype: torch.dtype, item: ReadItem) -> None:
+def _require_consistent(entry: Entry, sizes: tuple[int, ...], dtype: torch.dtype, item: ReadItem, file: str) -> None:
     """The manifest and ``.metadata`` must mean the same chunk, and the payload must be as long as its shape says."""
     fits = len(sizes) == len(item.storage_offsets) and all(
         offset >= 0 and offset + length <= size
@@ -107,5 +111,5 @@ def _require_consistent(entry: Entry, sizes: tuple[int, ...], dtype: torch.dtype
         or len(entry.block_crcs) != num_blocks
     ):
         raise CorruptCheckpointError(
-            "manifest and metadata disagree about this item", file=entry.file, fqn=item.storage_index.fqn
+            "manifest and metadata disagree about this item", file=file, fqn=item.storage_index.fqn
         )

@@ -27,7 +27,13 @@ from ray_dcp.catalog import require_checkpoint, resolve_checkpoint_id
 from ray_dcp.dcp_io.box import read_box
 from ray_dcp.dcp_io.metadata_file import decode_metadata, decode_python
 from ray_dcp.dcp_io.record import verify_blocks
-from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectNotFoundError, StoreError
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    ObjectTooShortError,
+    StoreError,
+)
 from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA
 from ray_dcp.manifest import Entry, belongs_to, decode_facts, decode_manifest
 from ray_dcp.storage.open import open_store
@@ -170,7 +176,7 @@ class StoreReader(StorageReader):
         elif entry is not None:
             for item in items:
                 target = _target(planner, item)
-                self.nbytes_read += read_box(self._get_verified, entry, item, target)
+                self.nbytes_read += read_box(self._get_verified, entry, item, target, file=self._file(place[0]))
                 self._count_loaded(planner, item, target)
         else:
             whole = self._torch_tensor(items[0])
@@ -263,7 +269,13 @@ class StoreReader(StorageReader):
         try:
             return self._store.get(key, offset, nbytes)
         except ObjectNotFoundError as error:
-            raise CorruptCheckpointError("its file is missing", file=self._file(key), fqn=fqn) from error
+            raise CorruptCheckpointError(
+                "its file is missing", file=self._file(key), fqn=fqn, offset=offset, nbytes=nbytes
+            ) from error
+        except ObjectTooShortError as error:
+            raise CorruptCheckpointError(
+                "its file ends too early", file=self._file(key), fqn=fqn, offset=offset, nbytes=nbytes
+            ) from error
 
     def _file(self, key: str) -> str:
         location = self._opened.checkpoint_id if self._opened is not None else self.checkpoint_id

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ray_dcp.errors import NotAFolderError, ObjectNotFoundError, RayDcpError, StoreError, StorePermissionError
+from ray_dcp.errors import (
+    NotAFolderError,
+    ObjectNotFoundError,
+    ObjectTooShortError,
+    RayDcpError,
+    StoreError,
+    StorePermissionError,
+)
 
 
 @contextmanager
@@ -37,12 +44,12 @@ def as_store_error(error: Exception, doing: str, *, url: str, key: str) -> Store
 
 
 def require_range(*, url: str, key: str, held: int, offset: int, nbytes: int | None) -> int:
-    """How many bytes to read from ``offset`` of an object of ``held`` bytes; raises ``StoreError`` if it is shorter."""
+    """How many bytes to read from ``offset`` of an object of ``held`` bytes; ``ObjectTooShortError`` if it is shorter."""
     if offset < 0 or (nbytes is not None and nbytes < 0):
         raise StoreError(f"not a byte range: offset {offset}, nbytes {nbytes}", url=url, key=key)
     if offset + (nbytes or 0) > held:
         end = offset + (nbytes or 0)
-        raise StoreError(
+        raise ObjectTooShortError(
             f"the object ends too early: it has {held} bytes, bytes {offset} to {end} were asked for, "
             f"{end - held} are missing",
             url=url,

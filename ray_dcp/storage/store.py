@@ -63,7 +63,8 @@ class Store(Protocol):
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Return ``nbytes`` from ``offset`` (all that follows when None).
 
-        Raises ``ObjectNotFoundError``, or ``StoreError`` when the object ends before the range does.
+        Raises ``ObjectNotFoundError``, or ``ObjectTooShortError`` when the object ends before the range does. Sees
+        what every ``put`` has returned for, even where listings show it later.
         """
         ...
 

@@ -169,8 +169,10 @@ def test_a_shard_file_cut_short_is_found(request, tmp_path, writer, left):
     place = shutil.copytree(checkpoint.place, tmp_path / "c")
     (place / checkpoint.shard).write_bytes(checkpoint.files[checkpoint.shard][:left])
     error = load_failure(place)
-    assert error is not None
+    assert isinstance(error.__cause__, CorruptCheckpointError)
     assert names_file(error, checkpoint.shard)
+    assert error.__cause__.fqn in state()
+    assert error.__cause__.offset + error.__cause__.nbytes > max(0, left)
 
 
 @pytest.mark.parametrize("writer", ["ours", "torchs"])
