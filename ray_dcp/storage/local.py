@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -78,6 +78,7 @@ class LocalStore:
             with suppress(OSError):
                 os.unlink(path)
             raise
+            self._remove_empty_folders(os.path.dirname(path))
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         path = self._path(require_key(key, url=self.url, sibling=True))
@@ -118,6 +119,24 @@ class LocalStore:
                 fsync_folder(os.path.dirname(path))
 
     def _path(self, key: str) -> str:
+    def list_temporaries(self, prefix: str = "") -> Sequence[StoredObject]:
+        """The temporary files directly in a folder: of a ``put`` under way, or of a process that died in one."""
+        prefix = require_prefix(prefix, url=self.url)
+        with store_errors("list", url=self.url, key=prefix):
+            found = [entry for entry in _scan(self._path(prefix)) if _TEMPORARY.fullmatch(entry.name)]
+            return sorted(_stored(found, f"{prefix}/" if prefix else ""), key=_by_key)
+
+    def delete_empty_folder(self, prefix: str) -> bool:
+        """Remove a folder if nothing at all is in it; whether it is gone."""
+        path = self._path(require_prefix(prefix, url=self.url))
+        if len(path) > len(self.url):
+            self._remove_empty_folders(path)
+        return not os.path.lexists(path)
+
+    def is_link(self, prefix: str) -> bool:
+        """Whether a folder is a symbolic link."""
+        return os.path.islink(self._path(require_prefix(prefix, url=self.url)))
+
         return os.path.join(self.url, key) if key else self.url
 
     def _create(self, path: str) -> int:
@@ -203,6 +222,13 @@ def _by_key(stored: StoredObject) -> str:
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
+def _stored(entries: Iterable[os.DirEntry[str]], prefix: str) -> Iterator[StoredObject]:
+    for entry in entries:
+        with suppress(FileNotFoundError):  # renamed or deleted since
+            status = entry.stat()
+            yield StoredObject(prefix + entry.name, status.st_size, status.st_mtime)
+
+
     """The entries of a folder; none when it does not exist."""
     try:
         with os.scandir(folder) as entries:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ class Store(Protocol):
     def list(self, prefix: str = "") -> Sequence[StoredObject]:
         """All objects whose key is in the folder ``prefix`` or below it, sorted by key; none is no error.
 
-        Raises ``StoreError`` where ``prefix`` (or the root) is a file instead of a folder.
+        Raises ``StoreError`` where ``prefix`` (or the root) is a file instead of a folder. Some object stores show a
+        new object late: what is not listed may still be there, and ``get`` knows.
         """
         ...
 
@@ -81,4 +82,25 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is no error. A folder that is empty then may vanish, or stay listed."""
+        ...
+
+
+@runtime_checkable
+class FolderStore(Protocol):
+    """A store on a file system: its folders exist by themselves, and it puts an object by renaming a temporary file.
+
+    A process that dies may leave both behind; ``list`` shows neither.
+    """
+
+    def list_temporaries(self, prefix: str = "") -> Sequence[StoredObject]:
+        """The temporary files directly in the folder ``prefix``, those of a ``put`` under way too. ``delete`` takes
+        their keys."""
+        ...
+
+    def delete_empty_folder(self, prefix: str) -> bool:
+        """Remove the folder ``prefix`` if nothing at all is in it; whether it is gone. Writers make it again."""
+        ...
+
+    def is_link(self, prefix: str) -> bool:
+        """Whether the folder ``prefix`` is a symbolic link: what it shows lies in another folder."""
         ...

@@ -13,6 +13,7 @@ import pytest
 
 from ray_dcp.errors import NotAFolderError, StoreError, StorePermissionError
 from ray_dcp.storage.local import LocalStore
+from ray_dcp.storage.store import FolderStore
 from tests.storage.contract import StoreContract
 
 
@@ -308,3 +309,40 @@ def test_another_users_folder_is_a_permission_error():
         Path(root, "shown/key").chmod(0o600)
         done = subprocess.run([sys.executable, "-c", script, root], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_temporary_files_can_be_asked_for_and_deleted(store, tmp_path):
+    name = f".ray_dcp_{'0123456789abcdef' * 2}.tmp"
+    store.put("folder/key", b"x")
+    for path in (tmp_path / "root" / name, tmp_path / "root/folder" / name):
+        path.write_bytes(b"123")
+    (tmp_path / "root/folder/.ray_dcp_short.tmp").write_bytes(b"")
+    assert [(one.key, one.nbytes) for one in store.list_temporaries()] == [(name, 3)]
+    (found,) = store.list_temporaries("folder")
+    assert (found.key, found.modified > 1.6e9) == (f"folder/{name}", True)
+    assert store.list_temporaries("nope") == []
+    store.delete(found.key)
+    assert store.list_temporaries("folder") == []
+    assert isinstance(store, FolderStore)
+
+
+def test_an_empty_folder_is_deleted_and_no_other(store, tmp_path):
+    for folder in ("empty", "full/below"):
+        (tmp_path / "root" / folder).mkdir(parents=True)
+    assert store.delete_empty_folder("empty")
+    assert store.delete_empty_folder("nope")
+    assert not store.delete_empty_folder("full")
+    assert not store.delete_empty_folder("")
+    assert store.list_folders() == ["full"]
+
+
+def test_links_to_folders_are_told(store, tmp_path):
+    (tmp_path / "root/folder").mkdir(parents=True)
+    os.symlink("folder", tmp_path / "root/link")
+    assert [store.is_link(name) for name in ("folder", "link", "nope")] == [False, True, False]
+
+
+def test_an_aborted_put_new_leaves_no_folder(store, tmp_path):
+    with pytest.raises(ValueError, match="stop"), store.put_new("folder/key"):
+        raise ValueError("stop")
+    assert store.list_folders() == []
