@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.list import add_list
+from ray_dcp.cli.prune import add_prune
 from ray_dcp.cli.show import add_show
 from ray_dcp.errors import RayDcpError
 from ray_dcp.version import __version__
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ray-dcp",
-        description="Look at the checkpoints that ray_dcp and torch.distributed.checkpoint write.",
+        description="Look at and clean up the checkpoints that ray_dcp and torch.distributed.checkpoint write.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -53,4 +54,5 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_list(commands)
     add_show(commands)
+    add_prune(commands)
     return parser

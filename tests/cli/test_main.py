@@ -20,7 +20,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"ray-dcp {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["list"], ["show"]])
+@pytest.mark.parametrize("arguments", [[], ["list"], ["show"], ["prune"]])
 def test_each_help_ends_with_the_exit_codes(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--help"])
@@ -29,17 +29,20 @@ def test_each_help_ends_with_the_exit_codes(capsys, arguments):
     assert [line.split()[0] for line in epilog.splitlines()] == ["0", "1", "2", "3", "4", "5", "130"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["list"], ["nope"], ["list", "a", "b"], ["show", "x", "--nope"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["list"], ["nope"], ["list", "a", "b"], ["show", "x", "--nope"], ["prune"], ["prune", "x", "--grace", "soon"]],
+)
 def test_wrong_usage_is_code_two(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("command", [["list"], ["show"]])
+@pytest.mark.parametrize("command", [["list"], ["show"], ["prune"]])
 def test_neither_ray_nor_torch_is_imported(tmp_path, command):
     commit(str(tmp_path), "step-1", step=1)
-    target = tmp_path if command == ["list"] else tmp_path / "step-1"
+    target = tmp_path / "step-1" if command == ["show"] else tmp_path
     script = """if True:
         import sys
         from ray_dcp.cli.main import main
