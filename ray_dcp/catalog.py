@@ -18,8 +18,9 @@ from ray_dcp.errors import (
     FormatVersionError,
     NotAFolderError,
     ObjectNotFoundError,
+    ObjectTooShortError,
 )
-from ray_dcp.layout import MANIFEST, METADATA, POINTER, SHARD_SUFFIX, parse_step_folder
+from ray_dcp.layout import MANIFEST, METADATA, POINTER, SHARD_SUFFIX, parse_step_folder, shard_files_named_in
 from ray_dcp.manifest import Manifest, belongs_to, decode_facts, decode_manifest
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_POINTERS = 8
 _MAX_THREADS = 16
+_F = TypeVar("_F")
 _T = TypeVar("_T")
 
 
@@ -66,18 +68,20 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     One whose manifest cannot be read is there too, with what its files say; the log has a warning.
     """
     store = open_store(root)
-    found = _each(store.list_folders(), lambda folder: _info_or_sizes(store, folder))
+    found = for_each_folder(store.list_folders(), lambda folder: _info_or_sizes(store, folder))
     return sorted((info for info in found if info is not None), key=_by_step)
 
 
-def latest_checkpoint(root: str | os.PathLike[str]) -> CheckpointInfo | None:
-    """The newest step under ``root`` that is committed and whole; None when there is none.
+def latest_checkpoint(root: str | os.PathLike[str], *, before: int | None = None) -> CheckpointInfo | None:
+    """The newest step under ``root`` (older than ``before``) that is committed and whole; None when there is none.
 
     A newer step that is damaged is passed over with a warning in the log. Whole means that every file the
-    manifest names is there and long enough; no payload is read.
+    manifest names is there and long enough, or, where there is no manifest, that the files are there which
+    ``.metadata`` names; no payload is read.
     """
     store = open_store(root)
-    steps = {folder: step for folder in store.list_folders() if (step := parse_step_folder(folder)) is not None}
+    found = {folder: step for folder in store.list_folders() if (step := parse_step_folder(folder)) is not None}
+    steps = {folder: step for folder, step in found.items() if before is None or step < before}
     for folder in sorted(steps, key=lambda name: (steps[name], name), reverse=True):
         try:
             info = _info(store, folder)
@@ -94,7 +98,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> CheckpointInfo | None:
 def list_uncommitted(root: str | os.PathLike[str]) -> list[UncommittedFolder]:
     """Folders directly under ``root`` with parts of a checkpoint that was never committed, by step and name."""
     store = open_store(root)
-    found = _each(store.list_folders(), lambda folder: _if_uncommitted(store, folder))
+    found = for_each_folder(store.list_folders(), lambda folder: _if_uncommitted(store, folder))
     return sorted((one for one in found if one is not None), key=_by_step)
 
 
@@ -154,6 +158,12 @@ def root_exists(store: Store) -> bool:
     return bool(store.list_folders() or store.list())
 
 
+def for_each_folder(folders: Sequence[_F], look: Callable[[_F], _T]) -> list[_T]:
+    """What ``look`` says of every folder; a few at a time, since in a bucket each look is a wait."""
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        return list(pool.map(look, folders))
+
+
 def _info_or_sizes(store: Store, folder: str) -> CheckpointInfo | None:
     try:
         return _info(store, folder)
@@ -207,24 +217,42 @@ def _manifest_of(store: Store, folder: str, metadata: bytes) -> bytes | None:
 
 
 def _missing_files(store: Store, folder: str) -> list[str]:
-    """One line for each file that the manifest names and that is gone or too short."""
+    """One line for each file that the checkpoint needs and that is gone or too short."""
     try:
-        content = _manifest_of(store, folder, store.get(_key(folder, METADATA)))
+        needed = _needed_files(store, folder, store.get(_key(folder, METADATA)))
     except ObjectNotFoundError:
-        content = None
+        return []  # deleted since
+    folders = {posixpath.dirname(key) for key in needed if not key.startswith("..")}
+    held = {one.key: one.nbytes for name in folders for one in store.list(name)}
+    wrong = [
+        f"{key} has {held[key]} of {nbytes} bytes" if key in held else _why_missing(store, key, nbytes)
+        for key, nbytes in sorted(needed.items())
+        if held.get(key, -1) < nbytes
+    ]
+    return [line for line in wrong if line]
+
+
+def _needed_files(store: Store, folder: str, metadata: bytes) -> Mapping[str, int]:
+    """How long each file must be; at least 0 where no manifest says."""
+    content = _manifest_of(store, folder, metadata)
     if content is None:
-        return []
+        return {posixpath.normpath(_key(folder, name)): 0 for name in shard_files_named_in(metadata)}
     needed: dict[str, int] = defaultdict(int)
     for entry in decode_manifest(content, file=join_url(store.url, _key(folder, MANIFEST))).entries:
         key = posixpath.normpath(_key(folder, entry.file))
         needed[key] = max(needed[key], entry.record_offset + entry.record_nbytes)
-    folders = {posixpath.dirname(key) for key in needed if not key.startswith("..")}
-    held = {one.key: one.nbytes for name in folders for one in store.list(name)}
-    return [
-        f"{key} has {held[key]} of {nbytes} bytes" if key in held else f"{key} is missing"
-        for key, nbytes in sorted(needed.items())
-        if held.get(key, -1) < nbytes
-    ]
+    return needed
+
+
+def _why_missing(store: Store, key: str, nbytes: int) -> str:
+    """What is wrong with a file that no listing shows; nothing where the listing is only late."""
+    try:
+        store.get(key, nbytes, 0)
+    except ObjectNotFoundError:
+        return f"{key} is missing"
+    except ObjectTooShortError as error:
+        return str(error)
+    return ""
 
 
 def _if_uncommitted(store: Store, folder: str) -> UncommittedFolder | None:
@@ -253,7 +281,7 @@ def _what_is_there(store: Store) -> str:
         folders = store.list_folders()
     except NotAFolderError:
         return "this is a file; pass the folder that holds it"
-    there = _each(folders, lambda folder: is_committed(store, folder))
+    there = for_each_folder(folders, lambda folder: is_committed(store, folder))
     committed = [folder for folder, here in zip(folders, there, strict=True) if here]
     steps = {folder: step for folder in folders if (step := parse_step_folder(folder)) is not None}
     if newest := max((f for f in committed if f in steps), key=lambda f: steps[f], default=""):
@@ -295,12 +323,6 @@ def _key(folder: str, name: str) -> str:
 
 def _by_step(one: CheckpointInfo | UncommittedFolder) -> tuple[float, str]:
     return float("inf") if one.step is None else one.step, one.checkpoint_id
-
-
-def _each(folders: Sequence[str], look: Callable[[str], _T]) -> list[_T]:
-    """``look`` at every folder; a few at a time, since in a bucket each look is a wait."""
-    with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        return list(pool.map(look, folders))
 
 
 def _counted(number: int, noun: str) -> str:

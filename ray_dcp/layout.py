@@ -22,6 +22,7 @@ BLOCK_NBYTES = 1 << 20
 _ATTEMPT = re.compile(r"(?P<started_ns>[0-9a-f]{16})[0-9a-f]{8}")
 _SHARD = re.compile(r"__(?P<rank>\d+)_(?P<number>\d+)_(?P<attempt>[0-9a-f]+)\.distcp")
 _STEP = re.compile(r"step-(?P<step>\d+)")
+_NAMED = re.compile(rb"(?:\.\./[^/\x00-\x1f]+/)?__\d+_\d+(?:_[0-9a-f]+)?\.distcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,14 @@ def parse_shard_file(key: str) -> ShardFile | None:
     """The parts of ``key``, or None when it is no shard file written by ray_dcp."""
     match = _SHARD.fullmatch(key)
     return ShardFile(int(match["rank"]), int(match["number"]), match["attempt"]) if match else None
+
+
+def shard_files_named_in(metadata: bytes) -> set[str]:
+    """The keys of the shard files, ray_dcp's and torch's, that a pickled ``.metadata`` refers to.
+
+    Found without unpickling: a pickle holds each name as it is, in one piece.
+    """
+    return {key.decode(errors="surrogateescape") for key in _NAMED.findall(metadata)}
 
 
 def step_folder(step: int) -> str:

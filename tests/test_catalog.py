@@ -259,3 +259,29 @@ def test_many_manifests_are_listed_at_once_without_their_rows(root):
     for step in range(40):
         commit(root, step_folder(step), step=step)
     assert [info.step for info in list_checkpoints(root)] == list(range(40))
+
+
+def test_the_latest_before_a_step_is_older_than_it(root):
+    for step in (9, 10, 100):
+        commit(root, step_folder(step), step=step)
+    assert [latest_checkpoint(root, before=step).step for step in (101, 100, 10)] == [100, 10, 9]
+    assert latest_checkpoint(root, before=9) is None
+
+
+def test_only_what_is_committed_and_whole_is_the_latest(root):
+    commit(root, step_folder(10), step=10)
+    open_store(root).put(f"{step_folder(20)}/__0_0_ab.distcp", b"never finished")
+    commit(root, step_folder(30), step=30)
+    open_store(root).delete(f"{step_folder(30)}/__0_0_ab.distcp")
+    assert latest_checkpoint(root).step == 10
+
+
+def test_a_file_that_is_missing_is_noticed_without_a_manifest_too(root, caplog):
+    commit(root, "step-1", step=1)
+    store = open_store(root)
+    store.put("step-2/__0_0.distcp", b"x")
+    store.put(f"step-2/{METADATA}", b"names __0_0.distcp and ../step-1/__0_0_ab.distcp")
+    assert latest_checkpoint(root).step == 2
+    store.delete("step-2/__0_0.distcp")
+    assert latest_checkpoint(root).step == 1
+    assert "step-2/__0_0.distcp is missing" in caplog.text

@@ -1,5 +1,7 @@
 """Names of files and folders, both ways."""
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from ray_dcp.layout import (
     new_attempt,
     parse_shard_file,
     parse_step_folder,
+    shard_files_named_in,
     started_ns,
     step_folder,
 )
@@ -98,3 +101,18 @@ def test_an_attempt_is_newer_than_those_of_a_clock_that_is_ahead():
 def test_a_name_that_says_no_start_is_the_oldest():
     assert started_ns("0123456789ab") == 0
     assert is_newer(new_attempt(), "f" * 12)
+
+
+def test_shard_files_are_found_in_a_pickle_without_unpickling_it():
+    names = [
+        "__0_0.distcp",
+        f"__12_3_{'ab' * 12}.distcp",
+        "../step-00000050/__0_0_ab.distcp",
+        "../a b-\u00e4/__1_0_c.distcp",
+    ]
+    for protocol in (0, 2, pickle.HIGHEST_PROTOCOL):
+        ascii_only = [name for name in names if name.isascii() or protocol]
+        assert shard_files_named_in(pickle.dumps({"x": ascii_only, 7: "__0_0.safetensors"}, protocol)) == set(
+            ascii_only
+        )
+    assert shard_files_named_in(b"garbage") == set()
