@@ -44,7 +44,10 @@ def as_store_error(error: Exception, doing: str, *, url: str, key: str) -> Store
 
 
 def require_range(*, url: str, key: str, held: int, offset: int, nbytes: int | None) -> int:
-    """How many bytes to read from ``offset`` of an object of ``held`` bytes; ``ObjectTooShortError`` if it is shorter."""
+    """How many bytes to read from ``offset`` of an object of ``held`` bytes.
+
+    Raises ``ObjectTooShortError`` where it ends before.
+    """
     if offset < 0 or (nbytes is not None and nbytes < 0):
         raise StoreError(f"not a byte range: offset {offset}, nbytes {nbytes}", url=url, key=key)
     if offset + (nbytes or 0) > held:

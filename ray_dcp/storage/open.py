@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 from ray_dcp.errors import ConfigError
 from ray_dcp.storage.failures import store_errors
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.store import Store
-from ray_dcp.storage.urls import shown_url, url_scheme
+from ray_dcp.storage.urls import add_scheme, shown_url, url_scheme
+
+_openers: dict[str, Callable[[str], Store]] = {}
+
+
+def register_scheme(scheme: str, opener: Callable[[str], Store]) -> None:
+    """Have ``open_store`` open URLs of ``scheme`` with ``opener``: a store of your own, or a wrapper around one.
+
+    ``opener`` gets the whole URL; the store it returns says that URL as its ``url``, and keeps the contract of
+    ``Store``. It must be registered in every process that opens such URLs: ranks and the group's coordinator, which
+    Ray's ``runtime_env={"worker_process_setup_hook": ...}`` reaches. Registering again replaces the opener; a built-in
+    scheme is refused with ``ConfigError``.
+    """
+    add_scheme(scheme)
+    _openers[scheme] = opener
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
     """Open the folder or bucket prefix at ``url``: a path, ``file://``, ``memory://``, ``s3://``, ``gs://``.
 
-    It need not exist yet. Raises ``UnknownSchemeError`` for any other scheme: to take such a URL for a
-    path would write to a local folder of that name.
+    It need not exist yet. Raises ``UnknownSchemeError`` for any other scheme that is not registered: to take such a
+    URL for a path would write to a local folder of that name.
     """
     text = os.fsdecode(url)
     scheme = url_scheme(text)
@@ -30,6 +45,8 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         from ray_dcp.storage.memory import MemoryStore
 
         return MemoryStore(text)
+    if scheme in _openers:
+        return _openers[scheme](text)
     return _open_bucket(text, scheme)
 
 

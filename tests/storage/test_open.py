@@ -7,7 +7,7 @@ import pytest
 from ray_dcp.errors import ConfigError, UnknownSchemeError
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.memory import MemoryStore
-from ray_dcp.storage.open import open_store
+from ray_dcp.storage.open import open_store, register_scheme
 from ray_dcp.storage.urls import join_url
 
 
@@ -99,3 +99,21 @@ def test_join_url_keeps_the_query_at_the_end():
     assert join_url("/", "step-1") == "/step-1"
     assert join_url("memory://", "step-1") == "memory://step-1"
     assert join_url(Path("runs"), "step-1", "key") == "runs/step-1/key"
+
+
+def test_a_scheme_of_ones_own_opens_with_ones_own_store(tmp_path, monkeypatch):
+    monkeypatch.setattr("ray_dcp.storage.urls._added", set())
+    monkeypatch.setattr("ray_dcp.storage.open._openers", {})
+    opened = []
+    register_scheme("own+1", lambda url: opened.append(url) or LocalStore(tmp_path / url.rpartition("/")[2]))
+    open_store("own+1://host/a").put("key", b"x")
+    assert (tmp_path / "a/key").read_bytes() == b"x"
+    assert opened == ["own+1://host/a"]
+    with pytest.raises(UnknownSchemeError, match=r"known are .*s3://, own\+1://"):
+        open_store("other://a")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file", "memory", "", "Own", "a b", "own://"])
+def test_a_built_in_scheme_and_what_is_none_are_refused(scheme):
+    with pytest.raises(ConfigError, match="scheme"):
+        register_scheme(scheme, LocalStore)
