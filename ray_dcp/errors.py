@@ -22,6 +22,8 @@
     |   |-- RankConflictError                    two ranks joined with one number
     |   |-- StaleGenerationError                 a call from an older forming of the group
     |   |-- RankLostError                        a rank died
+    |   |-- RankAbsentError (TimeoutError)       a rank did not make the call that others made
+    |   |-- StalledError (TimeoutError)          a rank, or the coordinator's own step, stopped making progress
     |   |-- CoordinatorLostError                 the coordinator died
     |   `-- NotEnoughResourcesError              the cluster has no room for min_ranks
     `-- CheckpointException                      what every rank of a failed save or load sees
@@ -80,12 +82,12 @@ class ObjectNotFoundError(StoreError, FileNotFoundError):
     exit_code = 3
 
 
-class StorePermissionError(StoreError, PermissionError):
-    """The store refuses this user."""
 class ObjectTooShortError(StoreError):
     """The object ends before the byte range that was asked for."""
 
 
+class StorePermissionError(StoreError, PermissionError):
+    """The store refuses this user."""
 
 
 class NotAFolderError(StoreError, NotADirectoryError):
@@ -235,11 +237,47 @@ class RankLostError(GroupError):
         self.lost = dict(lost)
 
 
+class RankAbsentError(GroupError, TimeoutError):
+    """Other ranks made a call and ``rank`` did not, for ``waited_s``. Raise ``arrival_timeout_s`` if it may be late."""
+
+    def __init__(self, *, group: str, rank: int, kind: str, waited_s: float) -> None:
+        super().__init__(
+            f"rank {rank} did not call {kind} within {waited_s:g} s of the first rank that did (arrival_timeout_s). "
+            "All ranks must make the same calls in the same order.",
+            group=group,
+        )
+        self.rank = rank
+        self.kind = kind
+        self.waited_s = waited_s
+
+
+class StalledError(GroupError, TimeoutError):
+    """Nothing moved for ``stalled_s`` in ``phase`` although others waited for it; ``nbytes`` had moved before.
+
+    Example: rank 3 writes to a network drive that has stopped answering. ``rank`` is -1 for the coordinator.
+    """
+
+    def __init__(self, *, group: str, rank: int, phase: str, stalled_s: float, nbytes: int = 0) -> None:
+        who = "the coordinator" if rank < 0 else f"rank {rank}"
+        moved = f" after {nbytes} bytes" if nbytes else ""
+        super().__init__(
+            f"{who} made no progress in phase {phase!r} for {stalled_s:g} s{moved}. Look for a hanging disk, network "
+            "or hook there; raise stall_timeout_s if such a pause is normal.",
+            group=group,
+        )
+        self.rank = rank
+        self.phase = phase
+        self.stalled_s = stalled_s
+        self.nbytes = nbytes
+
+
 class CoordinatorLostError(GroupError):
-    """The coordinator died; join again for a new one."""
+    """The coordinator died or does not answer, and could not be replaced in time or in the middle of the call."""
 
     def __init__(self, why: str, *, group: str) -> None:
-        super().__init__(f"its coordinator is gone ({why}). Join again to start a new one.", group=group)
+        super().__init__(
+            f"its coordinator is gone ({why}). Make the call again; join again if that fails.", group=group
+        )
 
 
 class NotEnoughResourcesError(GroupError):

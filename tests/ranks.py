@@ -13,10 +13,29 @@ from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.protocol.call import RemoteCall
 from ray_dcp.protocol.coordinator import Coordinator
+from ray_dcp.protocol.failures import RankFailure
 from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner, load
 from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.save import SaveRequest, default_save_planner, save
 from ray_dcp.protocol.wire import CallId
+
+
+class _ThreadLink:
+    """A thread's way to a coordinator in the same process, which another one may take the place of."""
+
+    def __init__(self, ranks: ThreadRanks, call_id: CallId, rank: int) -> None:
+        self._ranks = ranks
+        self._call_id = call_id
+        self._rank = rank
+
+    def send(self, phase: str, message: bytes) -> bytes:
+        return self._ranks.coordinator.contribute(self._call_id, self._rank, phase, message).result(timeout=30)
+
+    def tell(self, failure: RankFailure) -> None:
+        self._ranks.coordinator.fail(self._call_id, failure)
+
+    def reconnect(self) -> None:
+        """The coordinator of the moment is always in reach."""
 
 
 class ThreadRanks:
@@ -33,16 +52,12 @@ class ThreadRanks:
         call_id = CallId(self.generation, self._num_calls[rank], kind)
         self._num_calls[rank] += 1
 
-        def send(phase: str, message: bytes) -> bytes:
-            return self.coordinator.contribute(call_id, rank, phase, message).result(timeout=30)
-
         return RemoteCall(
             rank=rank,
             world_size=self.world_size,
             kind=kind,
             checkpoint_id=checkpoint_id,
-            send=send,
-            tell=lambda failure: self.coordinator.fail(call_id, failure),
+            link=_ThreadLink(self, call_id, rank),
         )
 
     def run(self, on_rank: Callable[[int], Any]) -> list[Any]:

@@ -35,6 +35,8 @@ EXAMPLES = [
     errors.RankConflictError("joined twice", group="run-7", rank=2),
     errors.StaleGenerationError(group="run-7", generation=1, current=2),
     errors.RankLostError(group="run-7", lost={2: "killed", 0: "its node died"}),
+    errors.RankAbsentError(group="run-7", rank=2, kind="save", waited_s=1800.0),
+    errors.StalledError(group="run-7", rank=2, phase="write", stalled_s=600.0, nbytes=1 << 30),
     errors.CoordinatorLostError("killed", group="run-7"),
     errors.NotEnoughResourcesError(group="run-7", min_ranks=4, fit=2, resources_per_rank={"CPU": 1.0}),
     CheckpointException(

@@ -2,14 +2,17 @@
 
 It is detached, so that no rank's death takes it along, and ends by itself: at once when the last rank has closed the
 group, a little later when all have died, never while a keeper (a pool or a Ray Train controller) lives.
+
+When its process dies Ray starts it again. It then finds its group in Ray's key-value store, watches the ranks as
+before, and the ranks send again what they had sent in calls that go on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,21 +21,20 @@ import tenacity
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dcp.cluster.group_record import GroupRecord, forget_record, read_record, write_record
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
-from ray_dcp.protocol.coordinator import Coordinator
+from ray_dcp.protocol.coordinator import CHECK_INTERVAL_S, Coordinator
 from ray_dcp.protocol.failures import RankFailure
 from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.wire import CallId
 
 NAMESPACE = "ray_dcp"
-_ARRIVAL_TIMEOUT_S = 1800.0
-"""A rank that does not call what another one called this long ago is taken for absent; gloo's default limit."""
 _PING_INTERVAL_S = 0.5
-_UNAVAILABLE_GRACE_S = 10.0
-"""Ray cannot reach a process but has not declared it dead: it may come back within this time."""
 _LINGER_S = 10.0
 """Without ranks; a group that re-forms after a failure finds its coordinator still there."""
 _FIRST_JOIN_S = 120.0
+_ASK_TIMEOUT_S = 120.0
+"""For the first answer of a coordinator: its process has to start and to import torch."""
 _HEAD_RESOURCE = "node:__internal_head__"
 _MAX_CONCURRENCY = 20_000
 """Calls in flight: one waits per rank."""
@@ -55,20 +57,37 @@ class CoordinatorActor:
     """Each method is a shell around one of ``Coordinator``; see there."""
 
     def __init__(self, name: str) -> None:
-        self._steps = ThreadPoolExecutor(max_workers=4, thread_name_prefix="coordinator-step")
-        self._coordinator = Coordinator(name, execute=self._steps.submit)
-        self._num_keepers = 0
+        self._name = name
+        self._coordinator = Coordinator(name, execute=_in_a_thread)
+        self._actors: dict[str, Any] = {}
+        self._keepers: list[Any] = []
         self._needed_until = time.monotonic() + _FIRST_JOIN_S
         self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
+
+    async def _start(self) -> None:
+        """On the first question of all: go on with the group of a coordinator before, if there was one."""
+        if self._started:
+            return
+        self._started = True
+        record = read_record(self._name)
+        self._coordinator.restore(record.membership)
+        for member, handle in record.actors.items():
+            self._watch_actor(member, handle)
+        for keeper in record.keepers:
+            self._watch_keeper(keeper)
+        self._spawn(self._check_limits())
+        self._spawn(self._end_when_unneeded())
 
     async def join(self, request: JoinRequest, timeout_s: float, actor: list[Any]) -> Outcome:
-        self._spawn(self._end_when_unneeded(), name="end")
+        await self._start()
         try:
             future = self._coordinator.join(request)
         except GroupError as error:
             return Outcome(error=error)
         for handle in actor:
-            self._spawn(self._watch(request.member, handle))
+            self._watch_actor(request.member, handle)
+        self._write_record()
         try:
             return Outcome(await asyncio.wait_for(asyncio.wrap_future(future), timeout_s))
         except asyncio.TimeoutError:
@@ -76,27 +95,32 @@ class CoordinatorActor:
             self._needed_until = time.monotonic() + _LINGER_S
             return Outcome(
                 error=JoinTimeoutError(
-                    group=self._coordinator.name,
-                    world_size=request.world_size,
-                    missing_ranks=missing,
-                    timeout_s=timeout_s,
+                    group=self._name, world_size=request.world_size, missing_ranks=missing, timeout_s=timeout_s
                 )
             )
         except GroupError as error:
             return Outcome(error=error)
 
     async def contribute(self, call_id: CallId, rank: int, phase: str, message: bytes) -> Outcome:
-        expiry = asyncio.get_running_loop().call_later(
-            _ARRIVAL_TIMEOUT_S, self._coordinator.expire, call_id, _ARRIVAL_TIMEOUT_S
-        )
+        await self._start()
         try:
             return Outcome(await asyncio.wrap_future(self._coordinator.contribute(call_id, rank, phase, message)))
         except RayDcpError as error:
             return Outcome(error=error)
-        finally:
-            expiry.cancel()
+
+    async def report_progress(self, call_id: CallId, rank: int, phase: str, mark: int, nbytes: int) -> Outcome:
+        await self._start()
+        try:
+            return Outcome(self._coordinator.report_progress(call_id, rank, phase, mark, nbytes))
+        except GroupError as error:
+            return Outcome(error=error)
+
+    async def heartbeat(self, member: str) -> None:
+        await self._start()
+        self._coordinator.heartbeat(member)
 
     async def fail(self, call_id: CallId, failure: RankFailure) -> Outcome:
+        await self._start()
         try:
             self._coordinator.fail(call_id, failure)
             return Outcome()
@@ -104,61 +128,87 @@ class CoordinatorActor:
             return Outcome(error=error)
 
     async def leave(self, generation: int, rank: int) -> None:
+        await self._start()
         self._coordinator.leave(generation, rank)
+        self._write_record()
         if not self._coordinator.num_members:
             self._needed_until = time.monotonic()
 
     async def ranks_failed(self, failed: dict[int, str]) -> None:
+        await self._start()
         self._coordinator.ranks_failed(failed)
+        self._write_record()
 
     async def keep(self, keeper: list[Any]) -> None:
         """Live at least as long as ``keeper``, an actor."""
-        self._spawn(self._end_when_unneeded(), name="end")
-        self._num_keepers += 1
-        self._spawn(self._watch_keeper(keeper[0]))
+        await self._start()
+        self._watch_keeper(keeper[0])
+        self._write_record()
 
     async def generation(self) -> int:
+        await self._start()
         return self._coordinator.generation
 
-    def _spawn(self, coroutine: Any, name: str | None = None) -> None:
-        if name is not None and any(task.get_name() == name for task in self._tasks):
-            coroutine.close()
-            return
-        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _watch(self, member: str, handle: Any) -> None:
-        why = await _death_of(handle, while_true=lambda: self._coordinator.knows(member))
+    def _write_record(self) -> None:
+        self._actors = {member: handle for member, handle in self._actors.items() if self._coordinator.knows(member)}
+        write_record(self._name, GroupRecord(self._coordinator.record, self._actors, tuple(self._keepers)))
+
+    def _watch_actor(self, member: str, handle: Any) -> None:
+        if member not in self._actors:
+            self._actors[member] = handle
+            self._spawn(self._tell_death_of(member, handle))
+
+    async def _tell_death_of(self, member: str, handle: Any) -> None:
+        why = await self._death_of(handle, while_true=lambda: self._coordinator.knows(member))
         self._coordinator.member_lost(member, why)
         self._needed_until = time.monotonic() + _LINGER_S
 
-    async def _watch_keeper(self, handle: Any) -> None:
-        await _death_of(handle)
-        self._num_keepers -= 1
+    def _watch_keeper(self, handle: Any) -> None:
+        self._keepers.append(handle)
+        self._spawn(self._outlive(handle))
+
+    async def _outlive(self, keeper: Any) -> None:
+        await self._death_of(keeper)
+        self._keepers.remove(keeper)
         self._needed_until = time.monotonic() + _LINGER_S
 
+    async def _death_of(self, handle: Any, while_true: Callable[[], bool] = lambda: True) -> str:
+        """Returns when the actor has died: why. An idle actor is asked now and then, a busy one holds the question."""
+        unreachable_since: float | None = None
+        while while_true():
+            grace_s = self._coordinator.limits.unreachable_grace_s
+            try:
+                await handle.__ray_ready__.remote()
+                unreachable_since = None
+            except ActorDiedError as error:
+                return _first_line(error)
+            except RayActorError as error:
+                unreachable_since = unreachable_since or time.monotonic()
+                if time.monotonic() - unreachable_since > grace_s:
+                    return f"unreachable for {grace_s:g} s: {_first_line(error)}"
+            await asyncio.sleep(_PING_INTERVAL_S)
+        return "another process has taken its place"
+
+    async def _check_limits(self) -> None:
+        while True:
+            self._coordinator.check_limits()
+            await asyncio.sleep(CHECK_INTERVAL_S)
+
     async def _end_when_unneeded(self) -> None:
-        while self._num_keepers or self._coordinator.num_members or time.monotonic() < self._needed_until:
+        while self._keepers or self._coordinator.num_members or time.monotonic() < self._needed_until:
             await asyncio.sleep(0.1)
+        forget_record(self._name)
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-async def _death_of(handle: Any, while_true: Callable[[], bool] = lambda: True) -> str:
-    """Returns when the actor has died: why. An idle actor is asked now and then, a busy one holds the question."""
-    unreachable_since: float | None = None
-    while while_true():
-        try:
-            await handle.__ray_ready__.remote()
-            unreachable_since = None
-        except ActorDiedError as error:
-            return _first_line(error)
-        except RayActorError as error:
-            unreachable_since = unreachable_since or time.monotonic()
-            if time.monotonic() - unreachable_since > _UNAVAILABLE_GRACE_S:
-                return f"unreachable for {_UNAVAILABLE_GRACE_S:g} s: {_first_line(error)}"
-        await asyncio.sleep(_PING_INTERVAL_S)
-    return "another process has taken its place"
+def _in_a_thread(step: Callable[[], None]) -> None:
+    """A thread for each step: one that hangs must not keep the next from its turn."""
+    threading.Thread(target=step, name="coordinator-step", daemon=True).start()
 
 
 def _first_line(error: BaseException) -> str:
@@ -172,11 +222,11 @@ def _first_line(error: BaseException) -> str:
     wait=tenacity.wait_random_exponential(multiplier=0.1, max=2),
     reraise=True,
 )
-def ensure_coordinator(name: str, *, keeper: Any = None) -> Any:
+def ensure_coordinator(name: str, *, keeper: Any = None, timeout_s: float = _ASK_TIMEOUT_S) -> Any:
     """The handle of the coordinator of group ``name``: found, or started, and up.
 
     It is started on the head node, so that no loss of another node takes it along, and lives at least as long as
-    ``keeper``, an actor.
+    ``keeper``, an actor. Raises ``CoordinatorLostError`` when it says nothing for ``timeout_s``; it is then replaced.
     """
     handle = (
         ray.remote(num_cpus=0)(CoordinatorActor)
@@ -186,11 +236,17 @@ def ensure_coordinator(name: str, *, keeper: Any = None) -> Any:
             lifetime="detached",
             get_if_exists=True,
             max_concurrency=_MAX_CONCURRENCY,
+            max_restarts=-1,
             scheduling_strategy=_on_head_node(),
         )
         .remote(name)
     )
-    ray.get(handle.keep.remote([keeper]) if keeper is not None else handle.generation.remote())
+    up = handle.keep.remote([keeper]) if keeper is not None else handle.generation.remote()
+    try:
+        ray.get(up, timeout=timeout_s)
+    except GetTimeoutError as error:
+        ray.kill(handle, no_restart=False)
+        raise CoordinatorLostError(f"it has not answered for {timeout_s:g} s", group=name) from error
     return handle
 
 
@@ -207,15 +263,7 @@ def end_coordinator(name: str, *, generation: int | None = None) -> None:
     try:
         coordinator = ray.get_actor(f"coordinator/{name}", namespace=NAMESPACE)
         if generation is None or ray.get(coordinator.generation.remote(), timeout=10) == generation:
+            forget_record(name)
             ray.kill(coordinator)
     except (ValueError, RayActorError, GetTimeoutError):
         return  # it has ended already, or ends by itself
-
-
-def ask(reference: Any, *, group: str) -> Any:
-    """The answer of a call to a coordinator, or its error. Raises ``CoordinatorLostError`` when that has died."""
-    try:
-        outcome: Outcome = ray.get(reference)
-    except RayActorError as error:
-        raise CoordinatorLostError(_first_line(error), group=group) from error
-    return outcome.unwrap()

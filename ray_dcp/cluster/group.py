@@ -8,17 +8,18 @@ import socket
 import threading
 import uuid
 from types import TracebackType
-from typing import Any
 
 import ray
 import tenacity
 
 from ray_dcp.cluster import current
-from ray_dcp.cluster.coordinator_actor import ask, ensure_coordinator
+from ray_dcp.cluster.coordinator_actor import ensure_coordinator
+from ray_dcp.cluster.link import CallLink, CoordinatorLink
+from ray_dcp.cluster.pulse import Pulse
+from ray_dcp.config import Limits
 from ray_dcp.errors import ConfigError, CoordinatorLostError, GroupError
 from ray_dcp.protocol.background import BackgroundSaves
 from ray_dcp.protocol.call import RemoteCall, phase
-from ray_dcp.protocol.failures import RankFailure
 from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.wire import CallId
 
@@ -30,36 +31,59 @@ class RankGroup:
     it is the ``current_group()``.
     """
 
-    def __init__(self, *, name: str, rank: int, world_size: int, generation: int, coordinator: Any) -> None:
-        self.name = name
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, request: JoinRequest, link: CoordinatorLink, generation: int) -> None:
+        self.name = link.group
+        self.rank = request.rank
+        self.world_size = request.world_size
+        self.limits = request.limits
         self.generation = generation
         self.background = BackgroundSaves()
-        self._coordinator = coordinator
+        self._link = link
+        self._pulse = Pulse(
+            link,
+            rank=request.rank,
+            world_size=request.world_size,
+            member=request.member if request.beats else None,
+            heartbeat_timeout_s=request.limits.heartbeat_timeout_s,
+        )
         self._num_calls = 0
         self._lock = threading.Lock()
         self._closed = False
 
     @classmethod
     def join(
-        cls, name: str, *, rank: int, world_size: int, timeout_s: float = 60.0, incarnation: str | None = None
+        cls,
+        name: str,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float = 60.0,
+        limits: Limits | None = None,
+        incarnation: str | None = None,
     ) -> RankGroup:
         """Join group ``name`` as ``rank``; returns when all ``world_size`` ranks have.
 
         Works in any process that is connected to a Ray cluster. A set of ranks that has gathered is a new
         *generation* of the group; calls of older ones are refused from then on. ``incarnation``, where given, is the
         same for processes started together: those of a newer one replace an older one that is still waiting.
+        ``limits``: how long the ranks of this group wait for what, the same on all of them; by default what the
+        environment says (``RAY_DCP_STALL_TIMEOUT_S`` and so on, see ``Limits``).
 
         Raises ``JoinTimeoutError`` naming the ranks that did not come within ``timeout_s`` (the time it takes to
         start the coordinator does not count), ``RankConflictError`` where another process has this rank.
         """
         _require_valid(name, rank, world_size, timeout_s)
-        request = JoinRequest(rank, world_size, _member_name(rank), incarnation)
-        coordinator, generation = _join(name, request, timeout_s)
-        group = cls(name=name, rank=rank, world_size=world_size, generation=generation, coordinator=coordinator)
+        request = JoinRequest(
+            rank=rank,
+            world_size=world_size,
+            member=_member_name(rank),
+            incarnation=incarnation,
+            limits=limits if limits is not None else Limits.from_variables(os.environ),
+            beats=not ray.get_runtime_context().get_actor_id(),
+        )
+        group = cls(request, *_join(name, request, timeout_s))
         current.set_joined(group)
-        if not ray.get_runtime_context().get_actor_id():
+        if request.beats:
             atexit.register(group.close)  # no actor, whose death Ray would tell of
         return group
 
@@ -71,23 +95,15 @@ class RankGroup:
             call_id = CallId(self.generation, self._num_calls, kind)
             self._num_calls += 1
 
-        def send(phase: str, message: bytes) -> bytes:
-            answer: bytes = ask(
-                self._coordinator.contribute.remote(call_id, self.rank, phase, message), group=self.name
-            )
-            return answer
-
-        def tell(failure: RankFailure) -> None:
-            ask(self._coordinator.fail.remote(call_id, failure), group=self.name)
-
-        return RemoteCall(
+        call = RemoteCall(
             rank=self.rank,
             world_size=self.world_size,
             kind=kind,
             checkpoint_id=checkpoint_id,
-            send=send,
-            tell=tell,
+            link=CallLink(self._link, call_id, self.rank),
         )
+        self._pulse.watch(call_id, call)
+        return call
 
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises ``CheckpointException`` when a rank is lost."""
@@ -108,8 +124,9 @@ class RankGroup:
             self._leave()
 
     def _leave(self) -> None:
+        self._pulse.end()
         try:
-            ray.get(self._coordinator.leave.remote(self.generation, self.rank), timeout=10)
+            ray.get(self._link.handle.leave.remote(self.generation, self.rank), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # a coordinator that is gone has no ranks to forget
 
@@ -132,12 +149,11 @@ class RankGroup:
     wait=tenacity.wait_random_exponential(multiplier=0.1, max=1),
     reraise=True,
 )
-def _join(name: str, request: JoinRequest, timeout_s: float) -> tuple[Any, int]:
-    """Coordinator and generation; a coordinator that was about to end is replaced by a new one."""
-    coordinator = ensure_coordinator(name)
-    actor = ray.get_runtime_context().current_actor if ray.get_runtime_context().get_actor_id() else None
-    reference = coordinator.join.remote(request, timeout_s, [actor] if actor is not None else [])
-    return coordinator, ask(reference, group=name)
+def _join(name: str, request: JoinRequest, timeout_s: float) -> tuple[CoordinatorLink, int]:
+    """A link and the generation; a coordinator that was about to end is replaced by a new one."""
+    link = CoordinatorLink(name, limits=request.limits, find=lambda: ensure_coordinator(name))
+    actor = [] if request.beats else [ray.get_runtime_context().current_actor]
+    return link, link.ask(link.handle.join.remote(request, timeout_s, actor))
 
 
 def _member_name(rank: int) -> str:

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,10 +24,19 @@ from torch.futures import Future
 
 from ray_dcp.dcp_io.metadata_file import encode_metadata
 from ray_dcp.dcp_io.record import JoinedWrites, Payload, write_python, write_tensor
-from ray_dcp.errors import ConfigError, StateDictError, StoreError, SupersededError
+from ray_dcp.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    ObjectNotFoundError,
+    StateDictError,
+    StoreError,
+    SupersededError,
+)
 from ray_dcp.layout import MANIFEST, METADATA, ShardFile, is_newer, new_attempt, parse_shard_file, started_ns
-from ray_dcp.manifest import Entry, Manifest, encode_manifest, metadata_digest
+from ray_dcp.manifest import Entry, Manifest, decode_facts, encode_manifest, metadata_digest
 from ray_dcp.planning.state_dict import record_settings, tensor_problem
+from ray_dcp.points import Point, reached
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import ObjectWriter, Store
 from ray_dcp.version import __version__
@@ -72,7 +82,14 @@ class StoreWriter(StorageWriter):
         self._attempt = ""
         self._world_size = 0
         self._planned: dict[Any, int] = {}
+        self._written_files: set[str] = set()
         self._written_key: str | None = None
+        self._given_up = False
+
+    @property
+    def attempt(self) -> str:
+        """Names the save that is under way, as its shard files do; empty before the first."""
+        return self._attempt
 
     @property
     def store(self) -> Store:
@@ -86,6 +103,7 @@ class StoreWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Name the attempt: on the coordinator rank, so that a coordinator that starts over goes on with the same."""
         self._attempt = new_attempt() if is_coordinator else ""
+        self._given_up = False
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._attempt or None)
@@ -113,7 +131,10 @@ class StoreWriter(StorageWriter):
             self._written_key = key
             with self.store.put_new(key) as file, record_settings():
                 sink = JoinedWrites(file)
-                written = [_write_item(sink, item, planner, key, target.rank) for item in _python_first(plan.items)]
+                for item in _python_first(plan.items):
+                    written.append(_write_item(sink, item, planner, key, target.rank))
+                    if len(written) == 1:
+                        reached(Point.MID_WRITE)
                 sink.flush()
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)
@@ -128,8 +149,10 @@ class StoreWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: raises unless every planned item has exactly one result; otherwise the checkpoint is there.
 
-        Raises ``SupersededError`` where a newer attempt at this checkpoint has begun to write.
+        Raises ``SupersededError`` where a newer attempt at this checkpoint has begun to write. Safe to call again
+        with the same attempt and results: a checkpoint that is committed already is left alone.
         """
+        reached(Point.BEFORE_MANIFEST)
         stored = [item for of_rank in results for item in of_rank]
         self._require_all_written(stored)
         metadata.version = CURRENT_DCP_VERSION
@@ -137,8 +160,15 @@ class StoreWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         encoded = encode_metadata(metadata)
         store = self.store
-        store.put(MANIFEST, encode_manifest(self._manifest(stored, encoded)), last_look=self._require_newest)
-        store.put(METADATA, encoded, last_look=self._require_newest)
+        if not _holds(store, METADATA, encoded):
+            store.put(MANIFEST, encode_manifest(self._manifest(stored, encoded)), last_look=self._require_newest)
+            reached(Point.BETWEEN_MANIFEST_AND_METADATA)
+            store.put(METADATA, encoded, last_look=self._require_newest)
+        reached(Point.AFTER_METADATA)
+
+    def give_up(self) -> None:
+        """Refuse to commit from now on, also in a ``finish`` that is under way in another thread."""
+        self._given_up = True
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -150,6 +180,7 @@ class StoreWriter(StorageWriter):
 
     def _require_all_written(self, stored: Sequence[WriteResult]) -> None:
         written = {item.index for item in stored}
+        self._written_files = {item.storage_data.relative_path for item in stored}
         lacking = [f"{index.fqn} at {index.offset} of rank {rank}" for index, rank in self._planned.items()
                    if index not in written]  # fmt: skip
         if lacking or len(stored) != len(self._planned):
@@ -160,9 +191,18 @@ class StoreWriter(StorageWriter):
             )
 
     def _require_newest(self) -> None:
+        if self._given_up:
+            raise StoreError("this save was given up before its commit", url=self.checkpoint_id)
         newest = max(_attempts_in(self.store), key=started_ns, default="")
         if newest and is_newer(newest, self._attempt):
             raise SupersededError(checkpoint_id=self.checkpoint_id, attempt=self._attempt, newer=newest)
+        self._require_all_there()
+
+    def _require_all_there(self) -> None:
+        """Raise ``ObjectNotFoundError`` where somebody has deleted a file of this attempt since it was written."""
+        store = self.store
+        for key in sorted(self._written_files - {one.key for one in store.list()}):
+            store.get(key, 0, 0)  # it may only not be listed yet
 
     def _manifest(self, stored: Sequence[WriteResult], encoded_metadata: bytes) -> Manifest:
         return Manifest(
@@ -178,8 +218,19 @@ class StoreWriter(StorageWriter):
 
 
 def _attempts_in(store: Store) -> list[str]:
-    """The attempts that have shard files there."""
-    return [shard.attempt for stored in store.list() if (shard := parse_shard_file(stored.key)) is not None]
+    """The attempts that have shard files or the manifest there: a bucket's listing may show new files late."""
+    attempts = [shard.attempt for stored in store.list() if (shard := parse_shard_file(stored.key)) is not None]
+    # What cannot be read is about to be replaced.
+    with suppress(ObjectNotFoundError, CorruptCheckpointError, FormatVersionError):
+        attempts.append(decode_facts(store.get(MANIFEST), file=MANIFEST).attempt)
+    return attempts
+
+
+def _holds(store: Store, key: str, content: bytes) -> bool:
+    try:
+        return store.get(key) == content
+    except ObjectNotFoundError:
+        return False
 
 
 def _as_json_values(metrics: Mapping[str, Any]) -> dict[str, Any]:

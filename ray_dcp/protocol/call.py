@@ -2,20 +2,29 @@
 
 A *call* is what a rank holds while it takes part. ``exchange`` sends this rank's part of a phase and returns its
 answer once all ranks have sent theirs. The first failure anywhere ends the call for every rank.
+
+A coordinator may die and start over in the middle of a call. It then knows the group, but nothing of the call: each
+rank sends again all its parts so far, and goes on where it was, provided that the answers are the same as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from ray_dcp.errors import CoordinatorLostError, GroupError
+from ray_dcp.progress import Progress, working
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
+from ray_dcp.protocol.open_call import coordinator_phase
 from ray_dcp.protocol.sessions import SESSIONS
 from ray_dcp.protocol.wire import carry, decode, encode
+
+_MAX_RESTARTS = 5
+"""Of the coordinator within one exchange: one that dies again and again is not worth waiting for."""
 
 
 class Call(Protocol):
@@ -27,6 +36,8 @@ class Call(Protocol):
     checkpoint_id: str
     failed: bool
     """A ``CheckpointException`` before that is not this call's: a hook of the user's has made another one, say."""
+    progress: Progress
+    """How far this rank is; whoever waits for it looks at this."""
 
     def exchange(self, phase: str, part: Any) -> Any:
         """Send this rank's part, return its answer. Raises ``CheckpointException`` when the call fails anywhere."""
@@ -51,7 +62,8 @@ def phase(call: Call, name: str) -> Iterator[None]:
     Leaves by ``CheckpointException``, or by the original where it asks the process to end.
     """
     try:
-        yield
+        with working(call.progress, name):
+            yield
     except BaseException as error:
         if call.failed and isinstance(error, CheckpointException):
             raise
@@ -72,6 +84,7 @@ class SoloCall:
         self.kind = kind
         self.checkpoint_id = checkpoint_id
         self.failed = False
+        self.progress = Progress()
         self._session = SESSIONS[kind]()
 
     def exchange(self, phase: str, part: Any) -> Any:
@@ -90,32 +103,48 @@ class SoloCall:
         return user_objects
 
 
+class Link(Protocol):
+    """A rank's way to its coordinator, for one call."""
+
+    def send(self, phase: str, message: bytes) -> bytes:
+        """The coordinator's answer to this rank's part of a phase.
+
+        Raises ``CoordinatorLostError`` when the coordinator has died, does not answer or has started over.
+        """
+        ...
+
+    def tell(self, failure: RankFailure) -> None:
+        """Deliver this rank's failure; raises as ``send``."""
+        ...
+
+    def reconnect(self) -> None:
+        """Return when there is a coordinator again; raises ``CoordinatorLostError`` when none comes in time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchanged:
+    phase: str
+    message: bytes
+    answer: bytes
+
+
 class RemoteCall:
-    """One rank of several: parts travel to the coordinator as messages.
+    """One rank of several: parts travel to the coordinator as messages, over a ``Link``."""
 
-    ``send(phase, message)`` returns the coordinator's answer, both encoded, or raises; ``tell`` delivers a failure.
-    """
-
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        kind: str,
-        checkpoint_id: str,
-        send: Callable[[str, bytes], bytes],
-        tell: Callable[[RankFailure], None],
-    ) -> None:
+    def __init__(self, *, rank: int, world_size: int, kind: str, checkpoint_id: str, link: Link) -> None:
         self.rank = rank
         self.world_size = world_size
         self.kind = kind
         self.checkpoint_id = checkpoint_id
         self.failed = False
-        self._send = send
-        self._tell = tell
+        self.progress = Progress()
+        self._link = link
+        self._exchanged: list[_Exchanged] = []
 
     def exchange(self, phase: str, part: Any) -> Any:
         message = self._encoded(phase, part)
+        working_on, self.progress.phase = self.progress.phase, None
         try:
             answer = self._send(phase, message)
         except GroupError as error:
@@ -124,29 +153,67 @@ class RemoteCall:
             self.failed = True
             raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from error
         except CheckpointException as error:
-            self.failed = True
-            if error.checkpoint_id:
-                raise
-            # The call failed before its coordinator knew what it is about.
-            raise CheckpointException(self.kind, self.checkpoint_id, error.rank_failures) from error.__cause__
+            raise self.as_failed(error) from error.__cause__
+        finally:
+            self.progress.phase = working_on
+        self._exchanged.append(_Exchanged(phase, message, answer))
         return decode(answer)
+
+    def as_failed(self, error: CheckpointException) -> CheckpointException:
+        """``error``, with which this call has failed elsewhere, for whoever is at work here."""
+        self.failed = True
+        if error.checkpoint_id:
+            return error
+        # The call failed before its coordinator knew what it is about.
+        return CheckpointException(self.kind, self.checkpoint_id, error.rank_failures)
 
     def _encoded(self, name: str, part: Any) -> bytes:
         """A part that cannot be pickled never arrives: the others must not wait for it."""
         with phase(self, name):
             return encode(part)
 
+    def _send(self, phase: str, message: bytes) -> bytes:
+        """The answer, from this coordinator or, when it dies, from the next one."""
+        for _ in range(_MAX_RESTARTS):
+            try:
+                return self._link.send(phase, message)
+            except CoordinatorLostError:
+                self._catch_up()
+        return self._link.send(phase, message)
+
+    def _catch_up(self) -> None:
+        """Send to a coordinator that starts over what its predecessor had; the answers must be those it gave."""
+        self._link.reconnect()
+        for earlier in self._exchanged:
+            try:
+                answer = self._link.send(earlier.phase, earlier.message)
+            except CoordinatorLostError:
+                return  # it died once more; whoever sends next finds out
+            if answer != earlier.answer and decode(answer) != decode(earlier.answer):
+                lost = CoordinatorLostError(
+                    f"its successor came to another result in {earlier.phase!r}, so what the ranks have done since "
+                    "is of no use",
+                    group=self.kind,
+                )
+                self._link.tell(RankFailure.from_exception(lost, rank=COORDINATOR, phase=earlier.phase))
+                raise lost
+
     def report(self, failure: RankFailure) -> None:
         try:
             self._tell(failure)
         except GroupError:
-            # The coordinator is gone, so nobody waits there for this rank; the failure itself is raised here.
+            # Nobody waits for this rank any more; the failure itself is raised here.
             return
+
+    def _tell(self, failure: RankFailure) -> None:
+        """Deliver a failure: to the next coordinator where this one dies, since others may wait there for this rank."""
+        for _ in range(_MAX_RESTARTS):
+            try:
+                self._link.tell(failure)
+            except CoordinatorLostError:
+                self._link.reconnect()
+            else:
+                return
 
     def carry(self, *user_objects: Any) -> Any:
         return carry(*user_objects)
-
-
-def coordinator_phase(kind: str, phase: str) -> str:
-    """The name of what the coordinator does when all parts of ``phase`` are there."""
-    return "commit" if (kind, phase) == ("save", "write") else phase

@@ -2,41 +2,54 @@
 
 Ranks pull: each sends its part of a phase and awaits its own answer, a ``concurrent.futures.Future``. The last part to
 arrive starts the coordinator's step. The first failure of a call (a rank's own report, a lost rank, a step that
-raises) resolves every waiting future, and all later ones of that call, with one ``CheckpointException``.
+raises, a limit that is over) resolves every waiting future, and all later ones of that call, with one
+``CheckpointException``.
 
-No Ray and no event loop in here: the actor around it only awaits these futures. Methods may be called from several
-threads; steps run through ``execute`` (in place by default, so that tests drive any interleaving in one thread).
+No Ray and no event loop in here: the actor around it only awaits these futures and calls ``check_limits`` now and then.
+Methods may be called from several threads; steps run through ``execute`` (in place by default, so that tests drive any
+interleaving in one thread).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
 
-from ray_dcp.errors import GroupError, RankLostError, StaleGenerationError
-from ray_dcp.protocol.call import coordinator_phase
+from ray_dcp.config import Limits
+from ray_dcp.errors import RankLostError, StaleGenerationError
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
-from ray_dcp.protocol.membership import JoinRequest, Membership, resolve
-from ray_dcp.protocol.sessions import SESSIONS
-from ray_dcp.protocol.wire import CallId, decode, encode
+from ray_dcp.protocol.membership import JoinRequest, Membership, MembershipRecord
+from ray_dcp.protocol.open_call import OpenCall
+from ray_dcp.protocol.wire import CallId
 
 Execute = Callable[[Callable[[], None]], object]
+CHECK_INTERVAL_S = 0.25
+"""How often ``check_limits`` is to be called."""
 _REMEMBERED_CALLS = 64
-"""Ended calls that are kept, so that a late part of one is answered with how it ended."""
+"""Ended calls of which is kept how they ended, so that a late part of one is answered with it."""
+_REMEMBERED_ANSWERS = 2
+"""Ended calls of which all answers are kept: a rank may ask again for one that got lost on its way."""
 
 
 class Coordinator:
     """The coordinator of group ``name``; see the module."""
 
-    def __init__(self, name: str, execute: Execute = lambda step: step()) -> None:
+    def __init__(
+        self, name: str, execute: Execute = lambda step: step(), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.name = name
         self._execute = execute
+        self._clock = clock
+        self._checked_s = clock()
+        self._awake_s = 0.0
         self._lock = threading.RLock()
         self._membership = Membership(name)
-        self._calls: OrderedDict[CallId, _OpenCall] = OrderedDict()
+        self._calls: OrderedDict[CallId, OpenCall] = OrderedDict()
+        self._heard_s: dict[str, float] = {}
+        """When each member that is no actor was last heard of."""
 
     # Membership.
 
@@ -45,6 +58,7 @@ class Coordinator:
         with self._lock:
             before = self._membership.generation
             future = self._membership.join(request)
+            self.heartbeat(request.member)
             if self._membership.generation != before:
                 self._end_calls_before(self._membership.generation)
         return future
@@ -69,6 +83,11 @@ class Coordinator:
                 if rank < self._membership.world_size:
                     self.member_lost(self._membership.member(rank), why)
 
+    def heartbeat(self, member: str) -> None:
+        """A member that is no actor lives."""
+        with self._lock:
+            self._heard_s[member] = self._awake_s
+
     def leave(self, generation: int, rank: int) -> None:
         """Rank ``rank`` has closed its group; calls that it is still needed in fail."""
         with self._lock:
@@ -91,6 +110,24 @@ class Coordinator:
         with self._lock:
             return self._membership.generation
 
+    @property
+    def limits(self) -> Limits:
+        with self._lock:
+            return self._membership.limits
+
+    @property
+    def record(self) -> MembershipRecord:
+        """What another ``Coordinator`` needs to go on with this group; see ``restore``."""
+        with self._lock:
+            return self._membership.record
+
+    def restore(self, record: MembershipRecord) -> None:
+        """Go on with the group of a coordinator that died: its ranks send again what they had sent to that one."""
+        with self._lock:
+            self._membership.restore(record)
+            for member in self._membership.beating:
+                self.heartbeat(member)
+
     # Calls.
 
     def contribute(self, call_id: CallId, rank: int, phase: str, message: bytes) -> Future[bytes]:
@@ -111,16 +148,42 @@ class Coordinator:
         with self._lock:
             self._call(call_id, failure.rank).fail([failure])
 
-    def expire(self, call_id: CallId, waited_s: float) -> None:
-        """Fail the call unless every rank has made it by now: names those that never came."""
+    def report_progress(
+        self, call_id: CallId, rank: int, phase: str, mark: int, nbytes: int
+    ) -> CheckpointException | None:
+        """A rank is at work on a call. Returns how that has failed, if it has: the rank may stop working."""
         with self._lock:
-            call = self._calls.get(call_id)
-            absent = call.absent() if call is not None else []
-            if call is not None and absent:
-                message = f"did not call {call_id.kind} within {waited_s:g} s of the first rank that did"
-                call.fail([RankFailure(rank, "collect", "TimeoutError", message, "") for rank in absent])
+            call = self._call(call_id, rank)
+            call.see(rank, phase, mark=mark, nbytes=nbytes)
+            return call.failure
 
-    def _call(self, call_id: CallId, rank: int) -> _OpenCall:
+    def check_limits(self) -> None:
+        """Fail the calls, and lose the members, whose time is over.
+
+        Time in which this was not called does not count: then the coordinator itself stood still, and nobody could
+        have been heard.
+        """
+        with self._lock:
+            now = self._clock()
+            self._awake_s += min(now - self._checked_s, 4 * CHECK_INTERVAL_S)
+            self._checked_s = now
+            limits = self._membership.limits
+            for member in self._membership.beating:
+                silent_s = self._awake_s - self._heard_s.get(member, 0.0)
+                if silent_s > limits.heartbeat_timeout_s:
+                    self.member_lost(member, f"{member} was not heard of for {silent_s:.1f} s (heartbeat_timeout_s)")
+            for call in self._calls_of_generation():
+                call.fail_overdue(limits)
+
+    @property
+    def attempts(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Of the saves that are remembered: attempts that still go on, and those that have failed."""
+        with self._lock:
+            calls = list(self._calls.values())
+        going_on = frozenset(call.attempt for call in calls if call.attempt and not call.ended)
+        return going_on, frozenset(call.attempt for call in calls if call.attempt and call.failed_for_good)
+
+    def _call(self, call_id: CallId, rank: int) -> OpenCall:
         if call_id.generation != self._membership.generation:
             raise StaleGenerationError(
                 group=self.name, generation=call_id.generation, current=self._membership.generation
@@ -130,25 +193,29 @@ class Coordinator:
             if same_number and other.kind != call_id.kind:
                 other_call.fail([_kind_mismatch(rank, call_id.kind, other.kind)])
                 return other_call
-        call = self._calls.get(call_id)
-        if call is None:
-            call = self._calls[call_id] = _OpenCall(call_id, self._membership.world_size, self._lock)
-            if self._membership.lost:
-                call.fail(self._lost_failure(call))
-            while len(self._calls) > _REMEMBERED_CALLS:
-                self._forget_one_ended()
+        return self._calls[call_id] if call_id in self._calls else self._open(call_id)
+
+    def _open(self, call_id: CallId) -> OpenCall:
+        call = self._calls[call_id] = OpenCall(
+            call_id,
+            group=self.name,
+            world_size=self._membership.world_size,
+            lock=self._lock,
+            clock=lambda: self._awake_s,
+        )
+        if self._membership.lost:
+            call.fail(self._lost_failure(call))
+        ended = [one for one, known in self._calls.items() if known.ended]
+        for old in ended[:-_REMEMBERED_ANSWERS]:
+            self._calls[old].forget_parts()
+        for old in ended[:-_REMEMBERED_CALLS]:
+            del self._calls[old]
         return call
 
-    def _forget_one_ended(self) -> None:
-        ended = next((call_id for call_id, call in self._calls.items() if call.ended), None)
-        if ended is None:
-            return
-        del self._calls[ended]
-
-    def _calls_of_generation(self) -> list[_OpenCall]:
+    def _calls_of_generation(self) -> list[OpenCall]:
         return [call for call in self._calls.values() if not call.ended]
 
-    def _lost_failure(self, call: _OpenCall) -> list[RankFailure]:
+    def _lost_failure(self, call: OpenCall) -> list[RankFailure]:
         return [
             RankFailure(
                 rank, call.phase_now, "RankLostError", why, "", RankLostError(group=self.name, lost={rank: why})
@@ -162,101 +229,6 @@ class Coordinator:
                 stale = StaleGenerationError(group=self.name, generation=call_id.generation, current=generation)
                 call.fail([RankFailure.from_exception(stale, rank=COORDINATOR, phase=call.phase_now)])
                 del self._calls[call_id]
-
-
-class _OpenCall:
-    """One call: the parts of its phases as they arrive, and how it ended."""
-
-    def __init__(self, call_id: CallId, world_size: int, lock: threading.RLock) -> None:
-        self._id = call_id
-        self._world_size = world_size
-        self._lock = lock
-        self._session = SESSIONS[call_id.kind]()
-        self._parts: dict[str, dict[int, tuple[bytes, Future[bytes]]]] = {}
-        self._phase_now = self._session.first_phase
-        self._failure: CheckpointException | None = None
-        self._stepping = False
-        self._failed_while_stepping: list[RankFailure] = []
-        self.ended = False
-
-    @property
-    def phase_now(self) -> str:
-        """The phase that is being waited for or carried out."""
-        return self._phase_now
-
-    def put(self, rank: int, phase: str, message: bytes) -> Future[bytes]:
-        future: Future[bytes] = Future()
-        if self._failure is not None:
-            future.set_exception(self._failure)
-            return future
-        parts = self._parts.setdefault(phase, {})
-        if rank in parts:
-            raise GroupError(f"rank {rank} sent its part of {phase!r} twice", group=str(self._id))
-        parts[rank] = (message, future)
-        return future
-
-    def begin_step(self, phase: str) -> bool:
-        """Whether all parts are there, so that the coordinator's step begins: from now on it alone decides.
-
-        A rank that dies during a commit has sent its results already. Failing the call for it while ``.metadata``
-        may be on its way would tell ranks that a checkpoint is absent which then turns out to be there.
-        """
-        self._stepping = self._failure is None and len(self._parts.get(phase, {})) == self._world_size
-        return self._stepping
-
-    def absent(self) -> list[int]:
-        """Ranks that have not made this call."""
-        if self.ended:
-            return []
-        return sorted(set(range(self._world_size)) - self._parts.get(self._session.first_phase, {}).keys())
-
-    def run(self, phase: str) -> None:
-        """Carry out the coordinator's step of a complete phase and answer every rank, or fail the call."""
-        parts = [self._parts[phase][rank] for rank in range(self._world_size)]
-        try:
-            answers = self._session.step(phase, [decode(message) for message, _ in parts])
-            encoded = _encode_each(answers)
-        except BaseException as error:  # noqa: BLE001 - whatever a user's planner raises, the ranks wait for it
-            self._end_step(
-                [RankFailure.from_exception(error, rank=COORDINATOR, phase=coordinator_phase(self._id.kind, phase))]
-            )
-            return
-        with self._lock:
-            following = self._session.next_phase(phase)
-            self.ended = following is None
-            self._phase_now = following or phase
-            for (_, future), answer in zip(parts, encoded, strict=True):
-                resolve(future, answer)
-            self._end_step([])
-
-    def _end_step(self, failures: list[RankFailure]) -> None:
-        with self._lock:
-            self._stepping = False
-            later = failures or self._failed_while_stepping
-            if later:
-                self.fail(later)
-
-    def fail(self, failures: list[RankFailure]) -> None:
-        """The first failure wins; later ones change nothing, and none interrupts a step of the coordinator."""
-        with self._lock:
-            if self._stepping:
-                self._failed_while_stepping = self._failed_while_stepping or failures
-            elif self._failure is None and not self.ended:
-                self._failure = CheckpointException(self._id.kind, self._session.checkpoint_id, failures)
-                self.ended = True
-                for parts in self._parts.values():
-                    for _, future in parts.values():
-                        if not future.done():
-                            future.set_exception(self._failure)
-
-
-def _encode_each(answers: Sequence[Any]) -> list[bytes]:
-    """Every answer encoded; one that goes to all ranks is encoded once."""
-    encoded: dict[int, bytes] = {}
-    for answer in answers:
-        if id(answer) not in encoded:
-            encoded[id(answer)] = encode(answer)
-    return [encoded[id(answer)] for answer in answers]
 
 
 def _kind_mismatch(rank: int, kind: str, others: str) -> RankFailure:

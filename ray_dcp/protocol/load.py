@@ -27,7 +27,9 @@ from ray_dcp.dcp_io.store_reader import OpenedCheckpoint, StoreReader
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.template import TemplateCheck, TemplatePlanner
+from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
+from ray_dcp.protocol.counting import CountingPlanner
 from ray_dcp.protocol.sessions import (
     LoadContribution,
     OnRankZero,
@@ -119,7 +121,9 @@ def _open(request: LoadRequest, call: Call) -> Metadata:
         opened: OpenedCheckpoint | None = call.exchange("open", OpenContribution(request.checkpoint_id, own_reader))
         if opened is not None and isinstance(request.reader, StoreReader):
             request.reader.adopt(opened)
-        return request.reader.read_metadata()
+        metadata = request.reader.read_metadata()
+        reached(Point.AFTER_OPEN)
+    return metadata
 
 
 def _collect_template(request: LoadRequest, call: Call) -> _Template:
@@ -181,7 +185,7 @@ def _planned(plan: LoadPlan, check: TemplateCheck | None, unexpected: tuple[str,
 
 def _read(request: LoadRequest, planned: _PlannedLoad, call: Call) -> list[Callable[[], None]]:
     """Fill the tensors; the Python values, decoded, are kept back until every rank has read all of its own."""
-    planner: LoadPlanner = request.planner
+    planner: Any = CountingPlanner(request.planner, call.progress)
     kept_back: list[tuple[ReadItem, io.BytesIO]] = []
     if isinstance(request.reader, StoreReader):
         planner = _PythonValuesLater(request.planner, kept_back)
@@ -204,12 +208,14 @@ def _python_put(request: LoadRequest, item: ReadItem, content: io.BytesIO) -> Ca
 
 def _restore(request: LoadRequest, template: _Template, call: Call) -> None:
     with phase(call, "restore"):
+        reached(Point.BEFORE_RESTORE)
         for key, loaded in template.values.items():
             target = request.state_dict.get(key)  # a planner may have added names of its own
             if isinstance(target, Stateful):
                 target.load_state_dict(loaded)
             else:
                 request.state_dict[key] = loaded
+        reached(Point.AFTER_RESTORE)
         call.exchange("restore", None)
 
 
@@ -240,6 +246,7 @@ class _PythonValuesLater(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
         self._planner.commit_tensor(read_item, tensor)
+        reached(Point.MID_READ)
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         self._planner.set_up_planner(*args, **kwargs)

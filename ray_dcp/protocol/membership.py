@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ray_dcp.config import Limits
 from ray_dcp.errors import GroupError, RankConflictError, StaleGenerationError
 
 
@@ -20,6 +22,21 @@ class JoinRequest:
     """Names the process, unlike any other ever: a process that restarts is another member."""
     incarnation: str | None = None
     """Same for all processes started together (a TorchTrainer worker group); None where nobody says."""
+    limits: Limits = field(default_factory=Limits)
+    """Of the whole group: all ranks must ask for the same."""
+    beats: bool = False
+    """Whether the process tells that it lives: it is no actor, whose death Ray would tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipRecord:
+    """All that a coordinator which starts over must know to go on with a group."""
+
+    generation: int = 0
+    members: tuple[JoinRequest, ...] = ()
+    """Of the current generation, in rank order."""
+    lost: Mapping[int, str] = field(default_factory=dict)
+    incarnations: tuple[str, ...] = ()
 
 
 def resolve(future: Future[Any], answer: Any) -> None:
@@ -37,7 +54,7 @@ class Membership:
         self.world_size = 0
         self.lost: dict[int, str] = {}
         """Ranks of the current generation that are gone, and why."""
-        self._members: list[str] = []
+        self._members: tuple[JoinRequest, ...] = ()
         self._forming: dict[int, tuple[JoinRequest, Future[int]]] = {}
         self._incarnations: list[str] = []
         """In the order in which they first came: an older one never comes back."""
@@ -47,6 +64,10 @@ class Membership:
 
         Raises ``RankConflictError`` where the request contradicts those already waiting.
         """
+        if request in self._members and request.rank not in self.lost:
+            again: Future[int] = Future()  # it has not heard the first answer
+            again.set_result(self.generation)
+            return again
         self._supersede_older_incarnation(request)
         self._require_no_conflict(request)
         future: Future[int] = Future()
@@ -65,22 +86,48 @@ class Membership:
 
     def lose(self, member: str, why: str) -> int | None:
         """A process is gone; its rank if it was in the current generation."""
-        for rank, (request, future) in list(self._forming.items()):
+        for waiting, (request, future) in list(self._forming.items()):
             if request.member == member:
-                del self._forming[rank]
+                del self._forming[waiting]
                 future.cancel()
-        if member not in self._members:
+        rank = next((one.rank for one in self._members if one.member == member), None)
+        if rank is None:
             return None
-        rank = self._members.index(member)
         self.lost.setdefault(rank, why)
         return rank
 
     def knows(self, member: str) -> bool:
         """Whether ``member`` is in the current generation or waits for the next."""
-        return member in self._members or any(request.member == member for request, _ in self._forming.values())
+        waiting = (request for request, _ in self._forming.values())
+        return any(one.member == member for one in (*self._members, *waiting))
 
     def member(self, rank: int) -> str:
-        return self._members[rank]
+        return self._members[rank].member
+
+    @property
+    def limits(self) -> Limits:
+        """Of the current generation; of those who wait for the next where there is none."""
+        waiting = [request for request, _ in self._forming.values()]
+        return (*self._members, *waiting)[0].limits if self._members or waiting else Limits()
+
+    @property
+    def beating(self) -> list[str]:
+        """Members that tell that they live, and count for something."""
+        live = [one for one in self._members if one.rank not in self.lost]
+        return [one.member for one in (*live, *(request for request, _ in self._forming.values())) if one.beats]
+
+    @property
+    def record(self) -> MembershipRecord:
+        """What ``restore`` takes."""
+        return MembershipRecord(self.generation, self._members, dict(self.lost), tuple(self._incarnations))
+
+    def restore(self, record: MembershipRecord) -> None:
+        """Go on where another one was. Ranks that wait to join then come again by themselves."""
+        self.generation = record.generation
+        self.world_size = len(record.members)
+        self._members = record.members
+        self.lost = dict(record.lost)
+        self._incarnations = list(record.incarnations)
 
     @property
     def num_live(self) -> int:
@@ -90,7 +137,7 @@ class Membership:
         self.generation += 1
         self.world_size = len(self._forming)
         self.lost = {}
-        self._members = [self._forming[rank][0].member for rank in range(self.world_size)]
+        self._members = tuple(self._forming[rank][0] for rank in range(self.world_size))
         formed, self._forming = self._forming, {}
         for _, future in formed.values():
             resolve(future, self.generation)
@@ -124,6 +171,13 @@ class Membership:
                 raise RankConflictError(
                     f"rank {request.rank} joins with world_size {request.world_size}, "
                     f"rank {other.rank} ({other.member}) with {other.world_size}",
+                    group=self._name,
+                    rank=request.rank,
+                )
+            if other.limits != request.limits:
+                raise RankConflictError(
+                    f"rank {request.rank} joins with {request.limits}, rank {other.rank} ({other.member}) with "
+                    f"{other.limits}: all ranks need the same",
                     group=self._name,
                     rank=request.rank,
                 )

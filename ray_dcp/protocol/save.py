@@ -25,7 +25,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.planning.state_dict import StatePlanner, collect_state, for_global_step, plan_cache_off
+from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
+from ray_dcp.protocol.counting import CountingPlanner
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException
 from ray_dcp.protocol.sessions import OnRankZero, SaveContribution, accepted, plan_globally
 from ray_dcp.staging.copies import copy_to_host
@@ -84,18 +86,20 @@ def plan_save(request: SaveRequest, call: Call) -> PlannedSave:
     with phase(call, "collect"):
         state = collect_state(request.state_dict, call.rank)
     with phase(call, "plan"), plan_cache_off(request.planner):
+        reached(Point.BEFORE_PLAN)
         contribution = _plan_locally(state, request, call)
         final = call.exchange("plan", contribution)
         if isinstance(final, OnRankZero):
             final = call.exchange("global plan", _plan_globally_here(request, final))
         plan = request.planner.finish_plan(final)
+        reached(Point.AFTER_PLAN)
     return PlannedSave(plan, request.planner, request.writer)
 
 
 def stage_save(planned: PlannedSave, call: Call) -> PlannedSave:
     """Copy what this rank will write, and only that: afterwards the state dict may change."""
     with phase(call, "stage"):
-        staged = {id(item): _staged(planned.planner.resolve_data(item)) for item in planned.plan.items}
+        staged = {id(item): _staged(planned.planner.resolve_data(item), call) for item in planned.plan.items}
     return dataclasses.replace(planned, planner=_StagedPlanner(planned.planner, planned.plan, staged))
 
 
@@ -116,7 +120,8 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
     """Write this rank's items and wait for the commit."""
     try:
         with phase(call, "write"):
-            results = _write(planned)
+            results = _write(planned, call)
+            reached(Point.BEFORE_RESULT)
         metadata = call.exchange("write", results)
         if isinstance(metadata, OnRankZero):
             with phase(call, "commit"):
@@ -165,8 +170,11 @@ def _commit_here(planned: PlannedSave, order: OnRankZero) -> Metadata | None:
     return order.metadata
 
 
-def _write(planned: PlannedSave) -> list[WriteResult]:
-    written = planned.writer.write_data(planned.plan, planned.planner)
+def _write(planned: PlannedSave, call: Call) -> list[WriteResult]:
+    planner: Any = planned.planner
+    if not isinstance(planned.writer, StoreWriter):
+        planner = CountingPlanner(planner, call.progress)
+    written = planned.writer.write_data(planned.plan, planner)
     written.wait()
     return written.value()
 
@@ -190,7 +198,8 @@ def _abandon(writer: StorageWriter) -> None:
             return
 
 
-def _staged(value: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
+def _staged(value: torch.Tensor | io.BytesIO, call: Call) -> torch.Tensor | io.BytesIO:
+    call.progress.advance()
     return copy_to_host(value) if isinstance(value, torch.Tensor) else value
 
 

@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 
 from ray_dcp.catalog import CheckpointInfo, latest_checkpoint
 from ray_dcp.dcp_io.store_reader import OpenedCheckpoint, open_checkpoint
+from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.check_save import require_agreeing_plans, require_whole_tensors
 from ray_dcp.planning.template import TemplateCheck
+from ray_dcp.points import Point, reached
 from ray_dcp.protocol.wire import Carried
 
 
@@ -31,6 +33,8 @@ class Session(Protocol):
 
     first_phase: ClassVar[str]
     checkpoint_id: str
+    attempt: str | None = None
+    """Names a save that writes, as its shard files do; None where there is none."""
 
     def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
         """Carry out the coordinator's part of a phase."""
@@ -39,6 +43,9 @@ class Session(Protocol):
     def next_phase(self, phase: str) -> str | None:
         """What follows ``phase`` once its step is done; None when that ends the call."""
         ...
+
+    def give_up(self) -> None:
+        """The call has failed; a step that still runs must not commit any more. Called from another thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ class LoadContribution:
     carried: Carried | tuple[LoadPlanner, StorageReader] | None = None
 
 
-class SaveSession:
+class SaveSession(Session):
     """plan: local plans to final plans. write: write results to the committed ``Metadata``.
 
     With what stays on rank 0, "global plan" follows the one and "commit" the other.
@@ -106,6 +113,10 @@ class SaveSession:
         }
         return steps[phase](contributions)
 
+    def give_up(self) -> None:
+        if isinstance(self._writer, StoreWriter):
+            self._writer.give_up()
+
     def next_phase(self, phase: str) -> str | None:
         stays = self._writer is None
         following = {"plan": "global plan" if stays else "write", "global plan": "write"}
@@ -120,7 +131,10 @@ class SaveSession:
         if carried is None:
             return _for_rank_zero(local_plans)
         planner, self._writer = carried.unpack() if isinstance(carried, Carried) else carried
-        return self._accept(*plan_globally(planner, self._writer, local_plans))
+        reached(Point.GLOBAL_PLAN)
+        planned = plan_globally(planner, self._writer, local_plans)
+        self.attempt = self._writer.attempt if isinstance(self._writer, StoreWriter) else None
+        return self._accept(*planned)
 
     def _planned_on_rank_zero(self, parts: Sequence[Any]) -> Sequence[SavePlan]:
         return self._accept(*parts[0])
@@ -153,7 +167,7 @@ class SaveSession:
             )
 
 
-class LoadSession:
+class LoadSession(Session):
     """open: the checkpoint, once for all. plan: local plans to final plans, after all checks.
 
     read: every rank has all bytes. restore: every rank has put them where they belong.
@@ -186,6 +200,7 @@ class LoadSession:
         return [opened] * len(contributions)
 
     def _plan(self, contributions: Sequence[LoadContribution]) -> Sequence[Any]:
+        reached(Point.LOAD_PLAN)
         self._unexpected = _unexpected_everywhere(contributions)
         _require_fitting_templates(contributions, self._unexpected)
         local_plans = [part.plan for part in contributions]
@@ -201,7 +216,7 @@ class LoadSession:
         return [(plan, self._unexpected) for plan in plans]
 
 
-class NewestSession:
+class NewestSession(Session):
     """choose: the newest committed checkpoint under a root, looked up once for all ranks; None when there is none."""
 
     first_phase: ClassVar[str] = "choose"
@@ -217,7 +232,7 @@ class NewestSession:
         return None
 
 
-class BarrierSession:
+class BarrierSession(Session):
     """arrive: all ranks are here."""
 
     first_phase: ClassVar[str] = "arrive"

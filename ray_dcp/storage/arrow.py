@@ -10,6 +10,7 @@ from pyarrow import ArrowException
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from ray_dcp.errors import NotAFolderError, ObjectNotFoundError, StoreError
+from ray_dcp.progress import PIECE_NBYTES, advance
 from ray_dcp.storage.chunks import chunk_bytes
 from ray_dcp.storage.failures import require_range, store_errors
 from ray_dcp.storage.keys import require_key, require_prefix
@@ -69,6 +70,7 @@ class ArrowStore:
         with self._errors("read", key), self._open_input(key) as opened:
             wanted = require_range(url=self._shown, key=key, held=opened.size(), offset=offset, nbytes=nbytes)
             content: bytes = opened.read_at(wanted, offset) if wanted else b""
+            advance(len(content))
         require_range(url=self._shown, key=key, held=offset + len(content), offset=offset, nbytes=wanted)
         return content
 
@@ -138,7 +140,9 @@ class _StreamWriter:
         view = chunk_bytes(chunk)
         with store_errors("write", url=self._url, key=self._key, also=(ArrowException, ValueError)):
             # Arrow's write is whole or raises.
-            self._stream.write(view)
+            for start in range(0, len(view), PIECE_NBYTES):
+                self._stream.write(view[start : start + PIECE_NBYTES])
+                advance(min(PIECE_NBYTES, len(view) - start))
         self._nbytes += len(view)
         return len(view)
 

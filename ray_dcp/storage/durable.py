@@ -6,6 +6,7 @@ import errno
 import os
 from contextlib import suppress
 
+from ray_dcp.progress import PIECE_NBYTES, advance
 from ray_dcp.storage.chunks import chunk_bytes
 
 # Some network and FUSE filesystems have no fsync for folders: there, names are as durable as the server makes them.
@@ -17,10 +18,12 @@ def write_fully(descriptor: int, chunk: bytes | bytearray | memoryview) -> int:
     rest = chunk_bytes(chunk)
     nbytes = len(rest)
     while rest:
-        written = os.write(descriptor, rest)
+        # In pieces, so that whoever waits sees them move, and a save that has failed elsewhere stops here.
+        written = os.write(descriptor, rest[:PIECE_NBYTES])
         if written == 0:
             raise OSError(errno.EIO, "the filesystem takes no more bytes and gives no reason")
         rest = rest[written:]
+        advance(written)
     return nbytes
 
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from ray_dcp.errors import ObjectNotFoundError, StoreError
+from ray_dcp.progress import advance
 from ray_dcp.storage.durable import close_durably, fsync_folder, make_folder, write_fully
 from ray_dcp.storage.failures import require_range, store_errors
 from ray_dcp.storage.keys import require_key, require_prefix
@@ -77,8 +78,8 @@ class LocalStore:
             writer.abandon()
             with suppress(OSError):
                 os.unlink(path)
-            raise
             self._remove_empty_folders(os.path.dirname(path))
+            raise
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         path = self._path(require_key(key, url=self.url, sibling=True))
@@ -118,7 +119,6 @@ class LocalStore:
             with suppress(FileNotFoundError):
                 fsync_folder(os.path.dirname(path))
 
-    def _path(self, key: str) -> str:
     def list_temporaries(self, prefix: str = "") -> Sequence[StoredObject]:
         """The temporary files directly in a folder: of a ``put`` under way, or of a process that died in one."""
         prefix = require_prefix(prefix, url=self.url)
@@ -137,6 +137,7 @@ class LocalStore:
         """Whether a folder is a symbolic link."""
         return os.path.islink(self._path(require_prefix(prefix, url=self.url)))
 
+    def _path(self, key: str) -> str:
         return os.path.join(self.url, key) if key else self.url
 
     def _create(self, path: str) -> int:
@@ -221,7 +222,6 @@ def _by_key(stored: StoredObject) -> str:
     return stored.key
 
 
-def _scan(folder: str) -> list[os.DirEntry[str]]:
 def _stored(entries: Iterable[os.DirEntry[str]], prefix: str) -> Iterator[StoredObject]:
     for entry in entries:
         with suppress(FileNotFoundError):  # renamed or deleted since
@@ -229,6 +229,7 @@ def _stored(entries: Iterable[os.DirEntry[str]], prefix: str) -> Iterator[Stored
             yield StoredObject(prefix + entry.name, status.st_size, status.st_mtime)
 
 
+def _scan(folder: str) -> list[os.DirEntry[str]]:
     """The entries of a folder; none when it does not exist."""
     try:
         with os.scandir(folder) as entries:
@@ -242,6 +243,7 @@ def _read_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
     # One read takes at most 2 GiB on Linux, and a signal or a network filesystem may end one early.
     parts = []
     while nbytes > 0 and (part := os.pread(descriptor, nbytes, offset)):
+        advance(len(part))
         parts.append(part)
         offset += len(part)
         nbytes -= len(part)

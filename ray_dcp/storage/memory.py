@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from ray_dcp.errors import NotAFolderError, StoreError
+from ray_dcp.progress import advance
 from ray_dcp.storage.chunks import chunk_bytes
 from ray_dcp.storage.failures import require_range, store_errors
 from ray_dcp.storage.keys import require_key, require_prefix
@@ -56,6 +57,7 @@ class MemoryStore:
         require_key(key, url=self.url, sibling=True)
         with store_errors("read", url=self.url, key=key):
             content: bytes = self._files.cat_file(self._path(key))
+        advance(len(content))
         wanted = require_range(url=self.url, key=key, held=len(content), offset=offset, nbytes=nbytes)
         return content if wanted == len(content) else content[offset : offset + wanted]
 
@@ -101,6 +103,7 @@ class _BufferWriter:
     def write(self, chunk: bytes | bytearray | memoryview) -> int:
         view = chunk_bytes(chunk)
         self.buffer += view
+        advance(len(view))
         return len(view)
 
     def tell(self) -> int:

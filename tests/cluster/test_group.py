@@ -169,25 +169,34 @@ def test_an_asynchronous_failure_of_one_rank_is_raised_on_all_by_the_next_call(r
     assert ranks.ok(2, async_failure, tmp_path / "c") == [[True, "saved"]] * 2
 
 
-def barrier_alone(rank, world_size):
-    """Only rank 0 calls it: it waits until something ends the wait."""
-    try:
-        if rank == 0:
-            dcp.current_group().barrier()
-    except CheckpointException as error:
-        return type(error.__cause__).__name__, error.failed_ranks
-    return None
+def pid_of_coordinator(name):
+    coordinator = ray.get_actor(f"coordinator/{name}", namespace="ray_dcp")
+    return ray.get(coordinator.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
 
 
-def test_a_killed_coordinator_ends_the_wait_and_the_next_join_starts_a_new_one(own_ranks):
-    own_ranks.ok(2, generation_of, name="headless")
+@pytest.mark.parametrize("how", ["process killed", "actor killed for good"])
+def test_a_wait_outlives_the_coordinator(own_ranks, how):
+    group = f"headless-{how[:5]}"
+    own_ranks.ok(2, generation_of, name=group)
     actors = own_ranks.actors(2)
-    calls = [a.run.remote(r, 2, "headless", barrier_alone) for r, a in enumerate(actors)]
-    assert ray.get(calls[1]) is None
-    ray.kill(ray.get_actor("coordinator/headless", namespace="ray_dcp"))
-    assert ray.get(calls[0], timeout=30) == ("CoordinatorLostError", ())
-    joined = [a.call.remote(join, "headless", r, 2) for r, a in enumerate(actors)]
-    assert ray.get(joined, timeout=60) == [1, 1]
+    waiting = actors[0].run.remote(0, 2, group, generation_of)
+    if how == "process killed":
+        os.kill(pid_of_coordinator(group), 9)
+    else:
+        ray.kill(ray.get_actor(f"coordinator/{group}", namespace="ray_dcp"))
+    late = actors[1].run.remote(1, 2, group, generation_of)
+    assert ray.get([waiting, late], timeout=60) == [(1, 0, 2), (1, 1, 2)]
+
+
+def test_a_rank_that_dies_while_the_coordinator_starts_again_is_noticed(own_ranks):
+    own_ranks.ok(2, generation_of, name="both-gone")
+    actors = own_ranks.actors(2)
+    waiting = actors[0].run.remote(0, 2, "both-gone", generation_of)
+    os.kill(pid_of_coordinator("both-gone"), 9)
+    ray.kill(actors[1])
+    error = ray.get(waiting, timeout=60)
+    assert isinstance(error, CheckpointException)
+    assert error.failed_ranks == (1,)
 
 
 def close_after_barrier(name, rank, world_size):

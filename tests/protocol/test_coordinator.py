@@ -9,8 +9,17 @@ import types
 import pytest
 
 from ray_dcp import CheckpointException, RankFailure
-from ray_dcp.errors import GroupError, RankConflictError, RankLostError, StaleGenerationError
-from ray_dcp.protocol.coordinator import Coordinator
+from ray_dcp.config import Limits
+from ray_dcp.errors import (
+    CoordinatorLostError,
+    GroupError,
+    RankAbsentError,
+    RankConflictError,
+    RankLostError,
+    StaleGenerationError,
+    StalledError,
+)
+from ray_dcp.protocol.coordinator import CHECK_INTERVAL_S, Coordinator
 from ray_dcp.protocol.failures import COORDINATOR
 from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.wire import CallId, decode, encode
@@ -159,26 +168,187 @@ def test_different_calls_at_the_same_place_name_both():
     assert "rank 1 calls save while other ranks call barrier" in str(waiting.exception(0))
 
 
+class Clock:
+    """Time that passes only when told to, with the coordinator looking at its limits all the while."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def run(self, coordinator: Coordinator, seconds: float) -> None:
+        for _ in range(int(seconds / CHECK_INTERVAL_S) + 1):
+            self.now_s += CHECK_INTERVAL_S
+            coordinator.check_limits()
+
+
+def limited(world_size: int, *, beats: bool = False, **limits: float) -> tuple[Coordinator, Clock]:
+    clock = Clock()
+    coordinator = Coordinator("g", clock=clock)
+    for rank in range(world_size):
+        coordinator.join(JoinRequest(rank, world_size, f"a{rank}", limits=Limits(**limits), beats=beats))
+    return coordinator, clock
+
+
 def test_a_rank_that_never_calls_is_named():
-    coordinator = formed(3)
+    coordinator, clock = limited(3, arrival_timeout_s=600)
     waiting = arrive(coordinator, 0)
-    coordinator.expire(CallId(1, 0, "barrier"), 600.0)
+    clock.run(coordinator, 590)
+    assert not waiting.done()
+    clock.run(coordinator, 20)
     assert waiting.exception(0).failed_ranks == (1, 2)
-    assert "within 600 s" in str(waiting.exception(0))
+    assert isinstance(waiting.exception(0).__cause__, RankAbsentError)
+    assert "rank 1 did not call barrier within 600" in str(waiting.exception(0))
 
 
-def test_a_rank_that_has_called_may_take_its_time():
-    coordinator = formed(2)
-    futures = [arrive(coordinator, rank, kind="load") for rank in (0, 1)]
-    coordinator.expire(CallId(1, 0, "load"), 600.0)
-    assert all("within 600 s" not in str(future.exception(0)) for future in futures)
+def test_a_rank_that_works_on_the_call_has_arrived():
+    coordinator, clock = limited(2, arrival_timeout_s=10, stall_timeout_s=30)
+    waiting = arrive(coordinator, 0)
+    assert coordinator.report_progress(CallId(1, 0, "barrier"), 1, "collect", 0, 0) is None
+    clock.run(coordinator, 29)
+    assert not waiting.done()
+    clock.run(coordinator, 2)
+    error = waiting.exception(0)
+    assert error.failed_ranks == (1,)
+    assert error.phase == "collect"
+    assert isinstance(error.__cause__, StalledError)
 
 
-def test_expiry_after_the_end_changes_nothing():
-    coordinator = formed(1)
-    assert arrive(coordinator, 0).exception(0) is None
-    coordinator.expire(CallId(1, 0, "barrier"), 600.0)
-    assert arrive(coordinator, 0, number=1).exception(0) is None
+def test_a_slow_rank_that_moves_is_never_failed_and_a_silent_one_is():
+    coordinator, clock = limited(2, stall_timeout_s=5)
+    waiting = arrive(coordinator, 0)
+    for mark in range(100):
+        coordinator.report_progress(CallId(1, 0, "barrier"), 1, "write", mark, mark << 20)
+        clock.run(coordinator, 4)
+    assert not waiting.done()
+    clock.run(coordinator, 2)
+    assert (waiting.exception(0).failed_ranks, waiting.exception(0).phase) == ((1,), "write")
+    assert f"after {99 << 20} bytes" in str(waiting.exception(0))
+
+
+def test_a_rank_that_says_the_same_again_and_again_stands_still():
+    coordinator, clock = limited(2, stall_timeout_s=5)
+    waiting = arrive(coordinator, 0)
+    for _ in range(3):
+        coordinator.report_progress(CallId(1, 0, "barrier"), 1, "write", 7, 0)
+        clock.run(coordinator, 2)
+    assert isinstance(waiting.exception(0).__cause__, StalledError)
+
+
+def test_a_phase_may_have_a_limit_of_its_own():
+    coordinator, clock = limited(2, stall_timeout_s=5, phase_stall_timeout_s={"collect": 50})
+    waiting = arrive(coordinator, 0)
+    coordinator.report_progress(CallId(1, 0, "barrier"), 1, "collect", 0, 0)
+    clock.run(coordinator, 45)
+    assert not waiting.done()
+    clock.run(coordinator, 10)
+    assert waiting.exception(0).failed_ranks == (1,)
+
+
+def test_a_rank_at_work_is_told_that_its_call_has_failed():
+    coordinator, _ = limited(2)
+    call_id = CallId(1, 0, "barrier")
+    assert coordinator.report_progress(call_id, 0, "write", 0, 0) is None
+    coordinator.fail(call_id, RankFailure.from_exception(OSError("disk full"), rank=1, phase="write"))
+    assert coordinator.report_progress(call_id, 0, "write", 1, 0).failed_ranks == (1,)
+
+
+def test_a_step_of_the_coordinator_that_hangs_is_given_up():
+    steps, clock = [], Clock()
+    coordinator = Coordinator("g", execute=steps.append, clock=clock)
+    for rank in (0, 1):
+        coordinator.join(JoinRequest(rank, 2, f"a{rank}", limits=Limits(stall_timeout_s=5)))
+    futures = [arrive(coordinator, rank) for rank in (0, 1)]
+    clock.run(coordinator, 6)
+    for future in futures:
+        assert future.exception(0).rank_failures[0].rank == COORDINATOR
+        assert "the coordinator made no progress" in str(future.exception(0))
+    steps.pop()()  # it wakes up, too late
+    assert [future.exception(0).failed_ranks for future in futures] == [(), ()]
+    next_call = [arrive(coordinator, rank, number=1) for rank in (0, 1)]
+    steps.pop()()
+    assert [future.exception(0) for future in next_call] == [None, None]
+
+
+def test_nobody_is_blamed_for_the_time_in_which_the_coordinator_stood_still():
+    coordinator, clock = limited(2, beats=True, stall_timeout_s=5, heartbeat_timeout_s=4)
+    waiting = arrive(coordinator, 0)
+    coordinator.report_progress(CallId(1, 0, "barrier"), 1, "write", 1, 0)
+    clock.now_s += 3600  # its process was stopped
+    coordinator.check_limits()
+    assert not waiting.done()
+
+
+def test_a_member_that_is_no_actor_must_be_heard_of():
+    coordinator, clock = limited(2, beats=True, heartbeat_timeout_s=4)
+    waiting = arrive(coordinator, 0)
+    for _ in range(10):
+        clock.run(coordinator, 3)
+        coordinator.heartbeat("a0")
+        coordinator.heartbeat("a1")
+    assert not waiting.done()
+    for _ in range(2):
+        clock.run(coordinator, 3)
+        coordinator.heartbeat("a0")
+    assert waiting.exception(0).failed_ranks == (1,)
+    assert coordinator.num_members == 1
+
+
+def test_actors_need_no_heartbeat():
+    coordinator, clock = limited(2)
+    waiting = arrive(coordinator, 0)
+    clock.run(coordinator, 100)
+    assert not waiting.done()
+
+
+def test_ranks_of_a_group_have_the_same_limits():
+    coordinator = Coordinator("g")
+    coordinator.join(JoinRequest(0, 2, "a0"))
+    with pytest.raises(RankConflictError, match=r"stall_timeout_s=1.*all ranks need the same"):
+        coordinator.join(JoinRequest(1, 2, "a1", limits=Limits(stall_timeout_s=1)))
+
+
+class TestAfterARestart:
+    """Another coordinator goes on with what the one before knew of the group."""
+
+    def restarted(self, before: Coordinator) -> Coordinator:
+        after = Coordinator("g")
+        after.restore(pickle.loads(pickle.dumps(before.record)))
+        return after
+
+    def test_it_is_the_same_generation(self):
+        after = self.restarted(formed(2))
+        futures = [arrive(after, rank) for rank in (0, 1)]
+        assert [future.exception(0) for future in futures] == [None, None]
+        assert (after.generation, after.num_members) == (1, 2)
+
+    def test_older_generations_are_still_refused(self):
+        after = self.restarted(formed(2, formed(3), tag="b"))
+        with pytest.raises(StaleGenerationError):
+            arrive(after, 0, generation=1)
+
+    def test_what_was_lost_is_still_lost(self):
+        before = formed(2)
+        before.member_lost("a1", "killed")
+        assert arrive(self.restarted(before), 0).exception(0).failed_ranks == (1,)
+
+    def test_a_part_that_does_not_begin_at_the_beginning_is_refused(self):
+        after = self.restarted(formed(2))
+        with pytest.raises(CoordinatorLostError, match="no part before 'write'"):
+            after.contribute(CallId(1, 0, "save"), 0, "write", encode([]))
+
+    def test_an_older_incarnation_stays_shut_out(self):
+        before = Coordinator("g")
+        before.join(JoinRequest(0, 1, "a0", incarnation="first"))
+        before.join(JoinRequest(0, 1, "b0", incarnation="second"))
+        with pytest.raises(StaleGenerationError):
+            self.restarted(before).join(JoinRequest(0, 1, "a1", incarnation="first"))
+
+    def test_a_member_that_has_not_heard_that_it_joined_asks_again(self):
+        before = formed(2)
+        again = self.restarted(before).join(JoinRequest(1, 2, "a1"))
+        assert again.result(0) == 1
 
 
 def test_a_step_that_raises_fails_all_ranks_as_the_coordinators():
@@ -202,11 +372,19 @@ def test_a_rank_that_dies_during_the_commit_does_not_undo_it():
     assert arrive(coordinator, 0, number=1).exception(0).failed_ranks == (1,)
 
 
-def test_sending_a_part_twice_is_refused():
+def test_a_part_that_is_sent_again_gets_the_same_answer():
+    coordinator = formed(2)
+    first, again = arrive(coordinator, 0), arrive(coordinator, 0)
+    last = arrive(coordinator, 1)
+    late = arrive(coordinator, 0)
+    assert {future.result(0) for future in (first, again, last, late)} == {encode(None)}
+
+
+def test_a_different_part_of_one_phase_is_refused():
     coordinator = formed(2)
     arrive(coordinator, 0)
-    with pytest.raises(GroupError, match="twice"):
-        arrive(coordinator, 0)
+    with pytest.raises(GroupError, match="two different parts"):
+        coordinator.contribute(CallId(1, 0, "barrier"), 0, "arrive", encode("something else"))
 
 
 def test_closing_counts_down_the_members():

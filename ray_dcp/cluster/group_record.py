@@ -1,0 +1,69 @@
+"""What outlives a coordinator: its group's membership, in Ray's key-value store, which lasts as long as the cluster.
+
+``ray.experimental.internal_kv`` is not part of Ray's public API. Where it is gone, a coordinator that dies takes its
+group along: its ranks get ``CoordinatorLostError`` and join again.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+
+from ray_dcp.protocol.membership import MembershipRecord
+
+logger = logging.getLogger(__name__)
+
+_NAMESPACE = b"ray_dcp"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """A group as its coordinator knows it."""
+
+    membership: MembershipRecord = field(default_factory=MembershipRecord)
+    actors: Mapping[str, Any] = field(default_factory=dict)
+    """Handles of the members that are actors."""
+    keepers: tuple[Any, ...] = ()
+    """Handles of the actors for whose sake the coordinator lives."""
+
+
+def write_record(group: str, record: GroupRecord) -> None:
+    """Keep ``record`` until the group ends."""
+    try:
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        _internal_kv_put(_key(group), cloudpickle.dumps(record), overwrite=True, namespace=_NAMESPACE)
+    except Exception as error:
+        logger.warning("group %r would not survive its coordinator: %r", group, error, exc_info=True)
+
+
+def read_record(group: str) -> GroupRecord:
+    """The group as the coordinator before left it; an empty one where there was none."""
+    try:
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        content = _internal_kv_get(_key(group), namespace=_NAMESPACE)
+        record: GroupRecord = pickle.loads(content) if content else GroupRecord()
+    except Exception as error:
+        logger.warning("what was known of group %r cannot be read: %r", group, error, exc_info=True)
+        return GroupRecord()
+    return record
+
+
+def forget_record(group: str) -> None:
+    """The group has ended: the next one of this name starts from nothing."""
+    try:
+        from ray.experimental.internal_kv import _internal_kv_del
+
+        _internal_kv_del(_key(group), namespace=_NAMESPACE)
+    except Exception as error:
+        logger.warning("what was known of group %r cannot be removed: %r", group, error, exc_info=True)
+
+
+def _key(group: str) -> bytes:
+    return f"group/{group}".encode()

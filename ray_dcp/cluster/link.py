@@ -1,0 +1,98 @@
+"""``CoordinatorLink``: a rank's way to the coordinator of its group, which may die and come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from ray_dcp.config import Limits
+from ray_dcp.errors import CoordinatorLostError
+from ray_dcp.protocol.failures import RankFailure
+from ray_dcp.protocol.wire import CallId
+
+_LOOK_EVERY_S = 1.0
+_RETRY_S = 0.1
+
+
+class CoordinatorLink:
+    """Of one rank to one group; all its calls share it. ``find`` returns the handle of a coordinator that is up."""
+
+    def __init__(self, group: str, *, limits: Limits, find: Callable[[], Any]) -> None:
+        self.group = group
+        self._limits = limits
+        self._find = find
+        self._handle = find()
+
+    @property
+    def handle(self) -> Any:
+        """Of the coordinator as last seen."""
+        return self._handle
+
+    def ask(self, reference: Any) -> Any:
+        """The answer to a question, however long it takes, as long as the coordinator lives and answers at all.
+
+        Raises ``CoordinatorLostError`` when it does not, or what the answer holds.
+        """
+        knock, knocked_s = None, time.monotonic()
+        while True:
+            try:
+                done, _ = ray.wait([reference], timeout=_LOOK_EVERY_S)
+                if done:
+                    return ray.get(reference).unwrap()
+                if knock is None:
+                    knock, knocked_s = self._handle.generation.remote(), time.monotonic()
+                elif ray.wait([knock], timeout=0)[0]:
+                    ray.get(knock)
+                    knock = None
+            except RayActorError as error:
+                raise CoordinatorLostError(_first_line(error), group=self.group) from error
+            if knock is not None and time.monotonic() - knocked_s > self._limits.coordinator_timeout_s:
+                self._give_up_on_frozen()
+
+    def reconnect(self) -> None:
+        """Return when there is a coordinator again. Raises ``CoordinatorLostError`` when none comes in time."""
+        deadline = time.monotonic() + self._limits.coordinator_timeout_s
+        while True:
+            try:
+                self._handle = self._find()
+                return
+            except RayActorError as error:
+                if time.monotonic() > deadline:
+                    raise CoordinatorLostError(_first_line(error), group=self.group) from error
+            time.sleep(_RETRY_S)
+
+    def _give_up_on_frozen(self) -> None:
+        """Have Ray replace a coordinator whose process does not even say its generation."""
+        ray.kill(self._handle, no_restart=False)
+        raise CoordinatorLostError(
+            f"it has not answered for {self._limits.coordinator_timeout_s:g} s (coordinator_timeout_s)",
+            group=self.group,
+        )
+
+
+class CallLink:
+    """The ``Link`` of one call."""
+
+    def __init__(self, link: CoordinatorLink, call_id: CallId, rank: int) -> None:
+        self._link = link
+        self._call_id = call_id
+        self._rank = rank
+
+    def send(self, phase: str, message: bytes) -> bytes:
+        answer: bytes = self._link.ask(self._link.handle.contribute.remote(self._call_id, self._rank, phase, message))
+        return answer
+
+    def tell(self, failure: RankFailure) -> None:
+        self._link.ask(self._link.handle.fail.remote(self._call_id, failure))
+
+    def reconnect(self) -> None:
+        self._link.reconnect()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

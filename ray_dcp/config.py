@@ -1,0 +1,78 @@
+"""Settings, checked when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_dcp.errors import ConfigError
+
+PHASES = ("collect", "plan", "stage", "write", "commit", "open", "read", "restore", "choose", "arrive")
+"""What a rank, or the coordinator for it, can be busy with in a save, load, look-up of the newest step, or barrier."""
+
+_VARIABLE_PREFIX = "RAY_DCP_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long ranks wait for what. All ranks of a group must have the same.
+
+    None of these limits a whole save or load: one that moves bytes may take as long as it takes.
+    """
+
+    stall_timeout_s: float = 600.0
+    """A rank that others wait for and that makes no progress for this long fails the call. Progress is a written or
+    read piece, a tensor handed to a writer, a phase finished. A user's hook (``state_dict``, say) is one step."""
+    phase_stall_timeout_s: Mapping[str, float] = field(default_factory=dict)
+    """Other stall limits by phase, for example ``{"collect": 1800}``."""
+    arrival_timeout_s: float = 1800.0
+    """A rank that does not make the call that another rank made this long ago is taken for absent."""
+    unreachable_grace_s: float = 10.0
+    """Ray cannot reach a rank's process but has not declared it dead: it may come back within this time."""
+    heartbeat_timeout_s: float = 4.0
+    """A rank that is no actor, whose death Ray does not tell, is lost when it was not heard of for this long."""
+    coordinator_timeout_s: float = 30.0
+    """A coordinator that is gone or does not answer must be back within this time."""
+
+    def __post_init__(self) -> None:
+        for setting in dataclasses.fields(self):
+            value = getattr(self, setting.name)
+            if not isinstance(value, Mapping):
+                _require_seconds(setting.name, value)
+        for phase, value in self.phase_stall_timeout_s.items():
+            if phase not in PHASES:
+                raise ConfigError("phase_stall_timeout_s", f"{phase!r} is no phase; there are {', '.join(PHASES)}")
+            _require_seconds(f"phase_stall_timeout_s[{phase!r}]", value)
+
+    def stall_limit_s(self, phase: str) -> float:
+        """How long a rank may stand still in ``phase``."""
+        return self.phase_stall_timeout_s.get(phase, self.stall_timeout_s)
+
+    @classmethod
+    def from_variables(cls, variables: Mapping[str, str]) -> Limits:
+        """The limits that environment variables such as ``RAY_DCP_STALL_TIMEOUT_S`` set; defaults for the rest."""
+        given: dict[str, Any] = {}
+        for setting in dataclasses.fields(cls):
+            text = variables.get(_VARIABLE_PREFIX + setting.name.upper())
+            if text is not None and setting.name != "phase_stall_timeout_s":
+                given[setting.name] = _seconds_from(_VARIABLE_PREFIX + setting.name.upper(), text)
+        return cls(**given)
+
+
+def _seconds_from(variable: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ConfigError(variable, f"{text!r} is no number of seconds") from None
+    _require_seconds(variable, seconds)
+    return seconds
+
+
+def _require_seconds(setting: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(setting, f"is a number of seconds, not {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(setting, f"must be a finite number of seconds above 0, not {value!r}")

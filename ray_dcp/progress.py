@@ -1,0 +1,56 @@
+"""How far a rank has come in a call: counted where bytes move, looked at by whoever waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+PIECE_NBYTES = 16 << 20
+"""Bytes that are written or read between two signs of progress, where a store can choose."""
+
+
+class Progress:
+    """Of one rank in one call. One thread works and counts, another one looks and may interrupt."""
+
+    def __init__(self) -> None:
+        self.phase: str | None = None
+        """What the rank is busy with; None while it waits for the others."""
+        self.mark = 0
+        """Different from before when something has been done since."""
+        self.nbytes = 0
+        self._interruption: BaseException | None = None
+
+    def advance(self, nbytes: int = 0) -> None:
+        """Count a piece of work. Raises what the rank was interrupted with: nobody needs its work any more."""
+        self.mark += 1
+        self.nbytes += nbytes
+        if self._interruption is not None:
+            raise self._interruption
+
+    def interrupt(self, reason: BaseException) -> None:
+        """Have the working thread raise ``reason`` when it next counts a piece."""
+        self._interruption = reason
+
+
+_counted: ContextVar[Progress | None] = ContextVar("ray_dcp_counted_progress", default=None)
+
+
+def advance(nbytes: int = 0) -> None:
+    """Count a piece of work of whatever call this thread is in. Raises when that call has been interrupted."""
+    progress = _counted.get()
+    if progress is not None:
+        progress.advance(nbytes)
+
+
+@contextmanager
+def working(progress: Progress, phase: str) -> Iterator[None]:
+    """Within the block this thread works on ``phase``, and what moves bytes counts for ``progress``."""
+    before, token = progress.phase, _counted.set(progress)
+    progress.phase = phase
+    progress.mark += 1
+    try:
+        yield
+    finally:
+        progress.phase = before
+        _counted.reset(token)
