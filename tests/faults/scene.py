@@ -1,0 +1,214 @@
+"""Real rank actors with a committed past, and one thing that goes wrong at one point of a save or load."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+import ray_dcp as dcp
+from ray_dcp import CheckpointException, LocalShards, points
+from ray_dcp.config import Limits
+from ray_dcp.layout import parse_shard_file
+from ray_dcp.manifest import decode_manifest
+from ray_dcp.points import Point
+from tests.ranks import ThreadRanks, require_no_errors
+
+AT_COORDINATOR = (
+    Point.GLOBAL_PLAN,
+    Point.BEFORE_MANIFEST,
+    Point.BETWEEN_MANIFEST_AND_METADATA,
+    Point.AFTER_METADATA,
+    Point.LOAD_PLAN,
+)
+ROWS = 6
+
+
+@ray.remote(num_cpus=0.1, max_concurrency=3)
+class Rank:
+    """A process that is a rank of one group at a time."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.group: Any = None
+
+    def join(self, name: str, rank: int, world_size: int, limits: Limits) -> int:
+        self.group = dcp.RankGroup.join(name, rank=rank, world_size=world_size, limits=limits, timeout_s=120)
+        return os.getpid()
+
+    def do(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(rank, world_size, *args)`` within the group."""
+        with self.group:
+            return function(self.group.rank, self.group.world_size, *args)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+def arm(title: str, kind: str, pid: int, stamp: str) -> None:
+    """Have this process do something bad to process ``pid`` when it next comes to a point; it notes when."""
+
+    def observe(point: Point) -> None:
+        if point.title == title:
+            points._observer = None
+            Path(stamp).write_text(repr(time.monotonic()))
+            misbehave(kind, pid)
+
+    points._observer = observe
+
+
+def misbehave(kind: str, pid: int) -> None:
+    if kind == "raise":
+        raise OSError(errno.EIO, "injected")
+    os.kill(pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+
+
+def state_of(rank: int, world_size: int, value: float) -> dict[str, Any]:
+    """Rows of a tensor, a replicated tensor and a Python value, all of which say which save they are of."""
+    share = ROWS // world_size
+    rows = torch.arange(share * 3, dtype=torch.float32).reshape(share, 3) + 100 * rank + value
+    whole = torch.full((5,), value, dtype=torch.bfloat16)
+    return {"rows": LocalShards((ROWS, 3), {(rank * share, 0): rows}), "all": whole, "n": {"step": value}}
+
+
+def save_at(rank: int, world_size: int, place: str, value: float) -> tuple[Any, float]:
+    """How the save ended on this rank ("saved" or its error), and when."""
+    try:
+        dcp.save(state_of(rank, world_size, value), checkpoint_id=place)
+    except CheckpointException as error:
+        return error, time.monotonic()
+    return "saved", time.monotonic()
+
+
+def template_of(rank: int, world_size: int) -> dict[str, Any]:
+    share = ROWS // world_size
+    empty = LocalShards((ROWS, 3), {(rank * share, 0): torch.full((share, 3), float("nan"))})
+    return {"rows": empty, "all": torch.full((5,), float("nan"), dtype=torch.bfloat16), "n": None}
+
+
+def load_at(rank: int, world_size: int, place: str, value: float) -> tuple[Any, float]:
+    """How the load ended on this rank ("loaded", "WRONG" or its error), and when."""
+    template = template_of(rank, world_size)
+    try:
+        dcp.load(template, checkpoint_id=place)
+    except CheckpointException as error:
+        return error, time.monotonic()
+    right = same_state(template, state_of(rank, world_size, value))
+    return "loaded" if right else "WRONG", time.monotonic()
+
+
+def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    chunks = [state["rows"].chunks for state in (one, other)]
+    return (
+        one["n"] == other["n"]
+        and torch.equal(one["all"], other["all"])
+        and chunks[0].keys() == chunks[1].keys()
+        and all(torch.equal(chunks[0][offsets], chunks[1][offsets]) for offsets in chunks[0])
+    )
+
+
+def value_at(place: str, saved_by: int) -> float:
+    """Of which save the checkpoint is; every part of it must be, loaded by three ranks, and by torch alone."""
+    templates = [template_of(rank, 3) for rank in range(3)]
+    require_no_errors(ThreadRanks(3).load(templates, place))
+    value = templates[0]["n"]["step"]
+    expected = torch.cat([state_of(rank, saved_by, value)["rows"].chunks[(rank * ROWS // saved_by, 0)]
+                          for rank in range(saved_by)])  # fmt: skip
+    for rank, template in enumerate(templates):
+        assert template["n"] == {"step": value}
+        assert torch.equal(template["all"], torch.full((5,), value, dtype=torch.bfloat16))
+        assert torch.equal(template["rows"].chunks[(2 * rank, 0)], expected[2 * rank : 2 * rank + 2])
+    assert_one_attempt(Path(place))
+    return float(value)
+
+
+def assert_one_attempt(folder: Path) -> None:
+    """What is committed refers to files of one attempt only, and they are there."""
+    manifest = decode_manifest((folder / "manifest.parquet").read_bytes(), file=str(folder))
+    files = {entry.file for entry in manifest.entries}
+    attempts = {shard.attempt for file in files if (shard := parse_shard_file(file)) is not None}
+    assert len(attempts) == 1
+    assert all((folder / file).exists() for file in files)
+
+
+@dataclass
+class Outcomes:
+    """Of the ranks that survived: how it ended there, and how long after the fault."""
+
+    by_rank: dict[int, Any]
+    seconds: float
+
+
+class Cast:
+    """Rank actors in one group, with a spare that takes the place of one that was killed."""
+
+    def __init__(self, name: str, *, limits: Limits | None = None, world_size: int = 2) -> None:
+        self.name = name
+        self.limits = limits or Limits()
+        self.world_size = world_size
+        self.actors = [Rank.remote() for _ in range(world_size)]
+        self.spare = Rank.remote()
+        self.pids: list[int] = []
+        self.form()
+
+    def form(self) -> None:
+        """Gather all actors as a new generation."""
+        joins = [
+            actor.join.remote(self.name, rank, self.world_size, self.limits) for rank, actor in enumerate(self.actors)
+        ]
+        self.pids = ray.get(joins, timeout=120)
+
+    def do(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return ray.get([actor.do.remote(function, *args) for actor in self.actors], timeout=120)
+
+    def save(self, place: Path, value: float) -> None:
+        """Save without a fault."""
+        assert [outcome for outcome, _ in self.do(save_at, str(place), value)] == ["saved"] * self.world_size
+
+    def coordinator(self) -> Any:
+        return ray.get_actor(f"coordinator/{self.name}", namespace="ray_dcp")
+
+    def coordinator_pid(self) -> int:
+        return ray.get(self.coordinator().__ray_call__.remote(lambda actor: os.getpid()), timeout=60)
+
+    def arm(self, point: Point, kind: str, stamp: Path) -> None:
+        """``kind``: raise, or kill or stop the rank 1 or the coordinator ("kill rank")."""
+        what, _, whom = kind.partition(" ")
+        pid = self.coordinator_pid() if whom == "coordinator" else self.pids[1]
+        arguments = (point.title, what, pid, str(stamp))
+        if point in AT_COORDINATOR:
+            ray.get(self.coordinator().__ray_call__.remote(lambda actor, *given: arm(*given), *arguments), timeout=60)
+        else:
+            ray.get(self.actors[1].call.remote(arm, *arguments), timeout=60)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return [actor.do.remote(function, *args) for actor in self.actors]
+
+    def outcomes(self, references: list[Any], stamp: Path, *, without: tuple[int, ...] = ()) -> Outcomes:
+        """Of all ranks but ``without``."""
+        found = {r: ray.get(ref, timeout=60) for r, ref in enumerate(references) if r not in without}
+        since = float(stamp.read_text())
+        return Outcomes({r: outcome for r, (outcome, _) in found.items()}, max(at for _, at in found.values()) - since)
+
+    def replace(self, rank: int) -> Any:
+        """Let the spare take a rank's place in a new generation; the actor that had it."""
+        before, self.actors[rank], self.spare = self.actors[rank], self.spare, Rank.remote()
+        self.form()
+        return before
+
+    def end(self) -> None:
+        """Stop all, and see that the coordinator ends by itself."""
+        for actor in [*self.actors, self.spare]:
+            ray.kill(actor)
+        deadline = time.monotonic() + 60
+        while f"coordinator/{self.name}" in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]:
+            assert time.monotonic() < deadline, "the coordinator outlives its ranks"
+            time.sleep(0.1)

@@ -1,0 +1,100 @@
+"""Every point of a save and a load, and everything that can go wrong there, in real processes.
+
+Whatever happens: the survivors hear of it in time and by name, what was committed before is still whole, the place of
+the interrupted save holds the old or the new, and the next save works at once.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ray_dcp import CheckpointException
+from ray_dcp.points import Point
+from tests.faults.scene import AT_COORDINATOR, Cast, load_at, save_at, value_at
+
+pytestmark = pytest.mark.ray
+
+SAVE_POINTS = [point for point in Point if point.number < Point.AFTER_OPEN.number]
+LOAD_POINTS = [point for point in Point if point.number >= Point.AFTER_OPEN.number]
+AFTER_THE_COMMIT_BEGAN = (Point.BEFORE_MANIFEST, Point.BETWEEN_MANIFEST_AND_METADATA, Point.AFTER_METADATA)
+RAISED_S = 1.0
+DEAD_PROCESS_S = 5.0
+NEW_COORDINATOR_S = 30.0
+"""``coordinator_timeout_s``; a new process that imports torch takes 3 to 4 s of it where the machine is free."""
+
+
+@pytest.fixture(scope="module")
+def cast(ray_session):
+    before = set(os.listdir("/dev/shm"))
+    own = Cast("faults")
+    yield own
+    own.end()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def by_title(point: Point) -> str:
+    return point.title
+
+
+def check_failure(outcome, point: Point, *, failed_ranks: tuple[int, ...], place) -> None:
+    assert isinstance(outcome, CheckpointException), outcome
+    assert outcome.failed_ranks == failed_ranks
+    assert outcome.checkpoint_id == str(place)
+
+
+@pytest.mark.parametrize("kind", ["raise", "kill rank", "kill coordinator"])
+@pytest.mark.parametrize("point", SAVE_POINTS, ids=by_title)
+def test_a_save_in_which_something_goes_wrong(cast, tmp_path, point, kind):
+    other, place, stamp = tmp_path / "step-1", tmp_path / "step-2", tmp_path / "when"
+    cast.save(other, 1.0)
+    cast.save(place, 2.0)
+    cast.arm(point, kind, stamp)
+
+    without = (1,) if kind == "kill rank" else ()
+    outcomes = cast.outcomes(cast.start(save_at, str(place), 3.0), stamp, without=without)
+
+    if kind == "kill coordinator" or (kind == "kill rank" and point in AFTER_THE_COMMIT_BEGAN):
+        assert set(outcomes.by_rank.values()) == {"saved"}
+        assert outcomes.seconds < (NEW_COORDINATOR_S if kind == "kill coordinator" else DEAD_PROCESS_S)
+        left = 3.0
+    else:
+        of_coordinator = kind == "raise" and point in AT_COORDINATOR
+        for outcome in outcomes.by_rank.values():
+            check_failure(outcome, point, failed_ranks=() if of_coordinator else (1,), place=place)
+            assert kind != "raise" or isinstance(outcome.__cause__, OSError)
+        assert outcomes.seconds < (RAISED_S if kind == "raise" else DEAD_PROCESS_S)
+        left = 3.0 if point == Point.AFTER_METADATA else 2.0
+    assert (value_at(other, 2), value_at(place, 2)) == (1.0, left)
+
+    if kind == "kill rank":
+        cast.replace(1)
+    cast.save(place, 4.0)
+    assert (value_at(other, 2), value_at(place, 2)) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize("kind", ["raise", "kill rank", "kill coordinator"])
+@pytest.mark.parametrize("point", LOAD_POINTS, ids=by_title)
+def test_a_load_in_which_something_goes_wrong(cast, tmp_path, point, kind):
+    place, stamp = tmp_path / "step-2", tmp_path / "when"
+    cast.save(place, 2.0)
+    cast.arm(point, kind, stamp)
+
+    without = (1,) if kind == "kill rank" else ()
+    outcomes = cast.outcomes(cast.start(load_at, str(place), 2.0), stamp, without=without)
+
+    if kind == "kill coordinator":
+        assert set(outcomes.by_rank.values()) == {"loaded"}
+        assert outcomes.seconds < NEW_COORDINATOR_S
+    else:
+        of_coordinator = kind == "raise" and point in AT_COORDINATOR
+        for outcome in outcomes.by_rank.values():
+            check_failure(outcome, point, failed_ranks=() if of_coordinator else (1,), place=place)
+        assert outcomes.seconds < (RAISED_S if kind == "raise" else DEAD_PROCESS_S)
+
+    if kind == "kill rank":
+        cast.replace(1)
+    assert [outcome for outcome, _ in cast.do(load_at, str(place), 2.0)] == ["loaded"] * 2
+    cast.save(place, 4.0)
+    assert value_at(place, 2) == 4.0
