@@ -91,7 +91,7 @@ def save_at(rank: int, world_size: int, place: str, value: float) -> tuple[Any, 
 def template_of(rank: int, world_size: int) -> dict[str, Any]:
     share = ROWS // world_size
     empty = LocalShards((ROWS, 3), {(rank * share, 0): torch.full((share, 3), float("nan"))})
-    return {"rows": empty, "all": torch.full((5,), float("nan"), dtype=torch.bfloat16), "n": None}
+    return {"rows": empty, "all": torch.full((5,), float("nan"), dtype=torch.bfloat16), "n": {"step": None}}
 
 
 def load_at(rank: int, world_size: int, place: str, value: float) -> tuple[Any, float]:
