@@ -25,6 +25,7 @@ from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner
 from ray_dcp.protocol.load import load as load_rank
 from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save, staged_by
 from ray_dcp.protocol.save import save as save_rank
+from ray_dcp.protocol.sessions import FailedLoad, NewestContribution
 
 CheckpointId = str | os.PathLike[str]
 
@@ -126,12 +127,18 @@ def load(
     return load_rank(LoadRequest(state_dict, location, reader, load_planner, strict, trusted), call)
 
 
-def newest(root: CheckpointId, *, group: RankGroup | None = None) -> CheckpointInfo | None:
-    """The newest checkpoint under ``root`` that is committed and whole; every rank calls this and all get the same."""
+def newest(
+    root: CheckpointId, *, group: RankGroup | None = None, after: FailedLoad | None = None
+) -> CheckpointInfo | None:
+    """The newest checkpoint under ``root`` that is committed and whole; every rank calls this and all get the same.
+
+    ``after`` a load that failed on all ranks it is the newest one older than that step, and None where no rank saw
+    damaged bytes.
+    """
     call, saves = _start_call("newest", root, _ranks(group, None, no_dist=False))
     with phase(call, "choose"):
         saves.settle()
-        chosen: CheckpointInfo | None = call.exchange("choose", call.checkpoint_id)
+        chosen: CheckpointInfo | None = call.exchange("choose", NewestContribution(call.checkpoint_id, after))
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -12,9 +13,13 @@ from ray_dcp.catalog import CheckpointInfo, describe, latest_checkpoint, list_ch
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
 from ray_dcp.dcp_io.store_writer import StoreWriter
-from ray_dcp.errors import ConfigError
+from ray_dcp.errors import ConfigError, CorruptCheckpointError, RayDcpError
 from ray_dcp.layout import step_folder
+from ray_dcp.protocol.failures import CheckpointException
+from ray_dcp.protocol.sessions import FailedLoad
 from ray_dcp.storage.urls import join_url
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
@@ -48,20 +53,32 @@ class CheckpointManager:
         self._latest_async = response.upload_completion
         return response
 
-    def load(self, state_dict: dict[str, Any], step: int | None = None) -> int | None:
+    def load(self, state_dict: dict[str, Any], step: int | None = None, fallback: bool = False) -> int | None:
         """Load ``step``, or the newest committed one; the step loaded, or None when there is none.
 
-        Which one is newest is looked up once for all ranks.
+        Which one is newest is looked up once for all ranks. With ``fallback``, on all ranks alike, a step whose stored
+        bytes turn out to be damaged is given up with a warning in the log for the newest older one, and so on; when
+        none is left the error of the first is raised.
         """
         if step is None:
-            newest_step = newest(self.root, group=self._group)
-            if newest_step is None or newest_step.step is None:
+            found = newest(self.root, group=self._group)
+            if found is None or found.step is None:
                 return None
-            step = newest_step.step
-        with preparing("load", self._group):
-            checkpoint_id = self.checkpoint_id(step)
-        load(state_dict, checkpoint_id=checkpoint_id, group=self._group)
-        return step
+            step, place = found.step, found.checkpoint_id
+        else:
+            place = ""
+        first: RayDcpError | None = None
+        while True:
+            try:
+                load(state_dict, checkpoint_id=place or self._place_of(step), group=self._group)
+                return step
+            except RayDcpError as error:
+                older = self._older(FailedLoad(step, is_damage(error))) if fallback else None
+                first = first if first is not None and is_damage(error) else error
+                if older is None or older.step is None:
+                    raise first from first.__cause__
+                logger.warning("%s; going on with step %d", error.args[0], older.step)
+                step, place = older.step, older.checkpoint_id
 
     def latest(self) -> CheckpointInfo | None:
         """The newest step that is committed and whole."""
@@ -85,8 +102,35 @@ class CheckpointManager:
         self.wait()
         self._latest_async = None
 
+    def _place_of(self, step: int) -> str:
+        with preparing("load", self._group):
+            return self.checkpoint_id(_step_number(step))
+
+    def _older(self, failed: FailedLoad) -> CheckpointInfo | None:
+        """The step to load in place of one that failed, the same on all ranks; None to give up."""
+        try:
+            return newest(self.root, group=self._group, after=failed)
+        except RayDcpError as error:
+            # The load's own error is the one to raise: a rank that was lost in it is missing here too.
+            logger.warning("no older step can be looked up: %s", error)
+            return None
+
     def _writer(self, step: int, metrics: Mapping[str, Any] | None) -> StoreWriter:
         with preparing("save", self._group):
-            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise ConfigError("step", f"{step!r} is no step number")
-            return StoreWriter(self.checkpoint_id(step), step=step, metrics=metrics)
+            return StoreWriter(self.checkpoint_id(_step_number(step)), step=step, metrics=metrics)
+
+
+def is_damage(error: RayDcpError) -> bool:
+    """Whether a load failed since stored bytes are not what was written; an older checkpoint may still be whole."""
+    failures = error.rank_failures if isinstance(error, CheckpointException) else ()
+    # Not every cause survives the way from the rank that failed; its name does.
+    return any(
+        isinstance(failure.cause, CorruptCheckpointError) or failure.error_type == CorruptCheckpointError.__name__
+        for failure in failures
+    )
+
+
+def _step_number(step: Any) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ConfigError("step", f"{step!r} is no step number")
+    return step
