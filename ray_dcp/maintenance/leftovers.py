@@ -1,7 +1,7 @@
 """What lies under a root that no committed checkpoint needs. Nothing is judged or changed here.
 
-Which files a checkpoint refers to is read off its manifest and off the bytes of its ``.metadata``: that needs neither
-torch nor unpickling.
+Which files a checkpoint refers to is read off the bytes of its ``.metadata``, once its manifest vouches for them: that
+needs neither torch nor unpickling.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def _named_files(checkpoint_id: str, metadata: bytes, manifest: bytes | None) ->
     if manifest is not None:
         manifest_file = join_url(checkpoint_id, MANIFEST)
         if belongs_to(decode_facts(manifest, file=manifest_file), metadata, file):
-            return named | {entry.file for entry in decode_manifest(manifest, file=manifest_file).entries}
+            # The manifest says the same, and its rows take long to decode.
+            return named or {entry.file for entry in decode_manifest(manifest, file=manifest_file).entries}
     _require_whole_pickle(metadata, file)
     return named
 
