@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ray_dcp.api import absolute
+from ray_dcp.config import Limits
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.protocol.call import RemoteCall
@@ -41,10 +42,15 @@ class _ThreadLink:
 class ThreadRanks:
     """``world_size`` ranks of one generation of a group."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(
+        self, world_size: int, *, coordinator: Coordinator | None = None, limits: Limits | None = None
+    ) -> None:
         self.world_size = world_size
-        self.coordinator = Coordinator("threads")
-        joins = [self.coordinator.join(JoinRequest(r, world_size, f"member-{r}")) for r in range(world_size)]
+        self.coordinator = coordinator or Coordinator("threads")
+        joins = [
+            self.coordinator.join(JoinRequest(r, world_size, f"member-{r}", limits=limits or Limits()))
+            for r in range(world_size)
+        ]
         self.generation = joins[0].result(timeout=0)
         self._num_calls = [0] * world_size
 

@@ -53,14 +53,14 @@ class Rank:
         return function(*args)
 
 
-def arm(title: str, kind: str, pid: int, stamp: str) -> None:
-    """Have this process do something bad to process ``pid`` when it next comes to a point; it notes when."""
+def arm(title: str, action: Callable[[], None], stamp: str) -> None:
+    """Have this process do ``action`` when it next comes to a point; it notes when."""
 
     def observe(point: Point) -> None:
         if point.title == title:
             points._observer = None
             Path(stamp).write_text(repr(time.monotonic()))
-            misbehave(kind, pid)
+            action()
 
     points._observer = observe
 
@@ -150,12 +150,12 @@ class Outcomes:
 class Cast:
     """Rank actors in one group, with a spare that takes the place of one that was killed."""
 
-    def __init__(self, name: str, *, limits: Limits | None = None, world_size: int = 2) -> None:
+    def __init__(self, name: str, *, limits: Limits | None = None, actors: list[Any] | None = None) -> None:
         self.name = name
         self.limits = limits or Limits()
-        self.world_size = world_size
-        self.actors = [Rank.remote() for _ in range(world_size)]
-        self.spare = Rank.remote()
+        self.actors = actors or [Rank.remote() for _ in range(2)]
+        self.world_size = len(self.actors)
+        self.spare = None if actors else Rank.remote()
         self.pids: list[int] = []
         self.form()
 
@@ -183,7 +183,11 @@ class Cast:
         """``kind``: raise, or kill or stop the rank 1 or the coordinator ("kill rank")."""
         what, _, whom = kind.partition(" ")
         pid = self.coordinator_pid() if whom == "coordinator" else self.pids[1]
-        arguments = (point.title, what, pid, str(stamp))
+        self.arm_action(point, lambda: misbehave(what, pid), stamp)
+
+    def arm_action(self, point: Point, action: Callable[[], None], stamp: Path) -> None:
+        """In the process that comes to ``point``: the coordinator's or rank 1's."""
+        arguments = (point.title, action, str(stamp))
         if point in AT_COORDINATOR:
             ray.get(self.coordinator().__ray_call__.remote(lambda actor, *given: arm(*given), *arguments), timeout=60)
         else:
