@@ -18,6 +18,7 @@ from ray_dcp.cluster.group import RankGroup
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import ConfigError
+from ray_dcp.maintenance.after_save import SweepAfterSave
 from ray_dcp.protocol.background import AsyncSaveResponse, BackgroundSaves
 from ray_dcp.protocol.call import Call, SoloCall, phase
 from ray_dcp.protocol.failures import RankFailure
@@ -31,6 +32,8 @@ CheckpointId = str | os.PathLike[str]
 
 _solo_saves = BackgroundSaves()
 """The asynchronous saves of a process that acts alone."""
+_solo_sweep = SweepAfterSave(lambda: (frozenset(), frozenset()))
+"""For a group its coordinator does it."""
 
 
 def save(
@@ -60,7 +63,10 @@ def save(
         _require_collectives(use_collectives)
         request = _save_request(state_dict, checkpoint_id, storage_writer, planner)
         saves.settle()
-    return save_rank(request, call)
+    metadata = save_rank(request, call)
+    if isinstance(call, SoloCall) and isinstance(request.writer, StoreWriter):
+        _solo_sweep.save_ended(request.checkpoint_id, committed=True)
+    return metadata
 
 
 def async_save(

@@ -43,12 +43,17 @@ class ThreadRanks:
     """``world_size`` ranks of one generation of a group."""
 
     def __init__(
-        self, world_size: int, *, coordinator: Coordinator | None = None, limits: Limits | None = None
+        self,
+        world_size: int,
+        *,
+        coordinator: Coordinator | None = None,
+        limits: Limits | None = None,
+        tag: str = "member",
     ) -> None:
         self.world_size = world_size
         self.coordinator = coordinator or Coordinator("threads")
         joins = [
-            self.coordinator.join(JoinRequest(r, world_size, f"member-{r}", limits=limits or Limits()))
+            self.coordinator.join(JoinRequest(r, world_size, f"{tag}-{r}", limits=limits or Limits()))
             for r in range(world_size)
         ]
         self.generation = joins[0].result(timeout=0)

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.cluster.group_record import GroupRecord, forget_record, read_record, write_record
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
+from ray_dcp.maintenance.after_save import SweepAfterSave
 from ray_dcp.protocol.coordinator import CHECK_INTERVAL_S, Coordinator
 from ray_dcp.protocol.failures import RankFailure
 from ray_dcp.protocol.membership import JoinRequest
@@ -58,7 +59,8 @@ class CoordinatorActor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._coordinator = Coordinator(name, execute=_in_a_thread)
+        self._sweep = SweepAfterSave(lambda: self._coordinator.attempts)
+        self._coordinator = Coordinator(name, execute=_in_a_thread, on_save_ended=self._sweep.save_ended)
         self._actors: dict[str, Any] = {}
         self._keepers: list[Any] = []
         self._needed_until = time.monotonic() + _FIRST_JOIN_S

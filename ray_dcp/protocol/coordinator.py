@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from typing import Protocol
 
 from ray_dcp.config import Limits
 from ray_dcp.errors import RankLostError, StaleGenerationError
@@ -26,28 +27,43 @@ from ray_dcp.protocol.open_call import OpenCall
 from ray_dcp.protocol.wire import CallId
 
 Execute = Callable[[Callable[[], None]], object]
+
 CHECK_INTERVAL_S = 0.25
 """How often ``check_limits`` is to be called."""
 _REMEMBERED_CALLS = 64
 """Ended calls of which is kept how they ended, so that a late part of one is answered with it."""
+_REMEMBERED_ATTEMPTS = 1024
+"""Failed ones, of which ranks that were killed may have left files."""
 _REMEMBERED_ANSWERS = 2
 """Ended calls of which all answers are kept: a rank may ask again for one that got lost on its way."""
+
+
+class SaveEnded(Protocol):
+    """Is told of every save of ours that is over. Called under the coordinator's lock: it must only take note."""
+
+    def __call__(self, checkpoint_id: str, *, committed: bool) -> None: ...
 
 
 class Coordinator:
     """The coordinator of group ``name``; see the module."""
 
     def __init__(
-        self, name: str, execute: Execute = lambda step: step(), clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        execute: Execute = lambda step: step(),
+        clock: Callable[[], float] = time.monotonic,
+        on_save_ended: SaveEnded | None = None,
     ) -> None:
         self.name = name
         self._execute = execute
+        self._on_save_ended = on_save_ended
         self._clock = clock
         self._checked_s = clock()
         self._awake_s = 0.0
         self._lock = threading.RLock()
         self._membership = Membership(name)
         self._calls: OrderedDict[CallId, OpenCall] = OrderedDict()
+        self._dead: deque[str] = deque(maxlen=_REMEMBERED_ATTEMPTS)
         self._heard_s: dict[str, float] = {}
         """When each member that is no actor was last heard of."""
 
@@ -177,11 +193,10 @@ class Coordinator:
 
     @property
     def attempts(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Of the saves that are remembered: attempts that still go on, and those that have failed."""
+        """Those that still go on, and the latest of those that have failed and can never commit."""
         with self._lock:
             calls = list(self._calls.values())
-        going_on = frozenset(call.attempt for call in calls if call.attempt and not call.ended)
-        return going_on, frozenset(call.attempt for call in calls if call.attempt and call.failed_for_good)
+            return frozenset(call.attempt for call in calls if call.attempt and not call.ended), frozenset(self._dead)
 
     def _call(self, call_id: CallId, rank: int) -> OpenCall:
         if call_id.generation != self._membership.generation:
@@ -202,6 +217,7 @@ class Coordinator:
             world_size=self._membership.world_size,
             lock=self._lock,
             clock=lambda: self._awake_s,
+            on_end=self._call_ended,
         )
         if self._membership.lost:
             call.fail(self._lost_failure(call))
@@ -211,6 +227,12 @@ class Coordinator:
         for old in ended[:-_REMEMBERED_CALLS]:
             del self._calls[old]
         return call
+
+    def _call_ended(self, call: OpenCall) -> None:
+        if call.attempt is not None and call.failed_for_good:
+            self._dead.append(call.attempt)
+        if call.attempt is not None and self._on_save_ended is not None:
+            self._on_save_ended(call.checkpoint_id, committed=call.failure is None)
 
     def _calls_of_generation(self) -> list[OpenCall]:
         return [call for call in self._calls.values() if not call.ended]

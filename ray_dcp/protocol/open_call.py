@@ -44,13 +44,21 @@ class OpenCall:
     """The parts of a call's phases as they arrive, how far each rank is, and how it ended."""
 
     def __init__(
-        self, call_id: CallId, *, group: str, world_size: int, lock: threading.RLock, clock: Callable[[], float]
+        self,
+        call_id: CallId,
+        *,
+        group: str,
+        world_size: int,
+        lock: threading.RLock,
+        clock: Callable[[], float],
+        on_end: Callable[[OpenCall], None] = lambda call: None,
     ) -> None:
         self._id = call_id
         self._group = group
         self._world_size = world_size
         self._lock = lock
         self._clock = clock
+        self._on_end = on_end
         self._opened_s = clock()
         self._session = SESSIONS[call_id.kind]()
         self._phase_now = self._session.first_phase
@@ -69,6 +77,11 @@ class OpenCall:
     def phase_now(self) -> str:
         """The phase that is being waited for or carried out."""
         return self._phase_now
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Empty before its first phase is complete."""
+        return self._session.checkpoint_id
 
     @property
     def attempt(self) -> str | None:
@@ -142,13 +155,18 @@ class OpenCall:
 
     def _answer(self, phase: str, parts: Sequence[_Part], encoded: Sequence[bytes]) -> None:
         following = self._session.next_phase(phase)
-        self.ended = following is None
         self._phase_now = following or phase
         self._answers[phase] = encoded
         for rank, (part, answer) in enumerate(zip(parts, encoded, strict=True)):
             self.see(rank, self._phase_now, mark=-2, nbytes=0)
             for future in part.waiting:
                 resolve(future, answer)
+        if following is None:
+            self._end()
+
+    def _end(self) -> None:
+        self.ended = True
+        self._on_end(self)
 
     def _end_step(self, failures: list[RankFailure]) -> None:
         with self._lock:
@@ -164,8 +182,8 @@ class OpenCall:
                 self._failed_while_stepping = self._failed_while_stepping or failures
             elif self.failure is None and not self.ended:
                 self.failure = CheckpointException(self._id.kind, self._session.checkpoint_id, failures)
-                self.ended = True
                 self._session.give_up()
+                self._end()
                 for parts in self._parts.values():
                     for future in (future for part in parts.values() for future in part.waiting):
                         if not future.done():

@@ -49,6 +49,14 @@ def join_url(url: str | os.PathLike[str], *names: str) -> str:
     return head + "/".join(names) + mark + query
 
 
+def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """What ``join_url`` has joined: where the last folder lies, and its name."""
+    text = os.fsdecode(url)
+    head, mark, query = text.partition("?") if url_scheme(text) in ("s3", "gs") else (text, "", "")
+    parent, _, name = head.rstrip("/").rpartition("/")
+    return parent + mark + query, name
+
+
 def shown_url(url: str) -> str:
     """``url`` without the user name and secret that a bucket's URL may have."""
     return _SECRET.sub("", url)

@@ -139,6 +139,14 @@ def assert_one_attempt(folder: Path) -> None:
     assert all((folder / file).exists() for file in files)
 
 
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Return when ``condition()`` holds; fails the test when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.02)
+
+
 @dataclass
 class Outcomes:
     """Of the ranks that survived: how it ended there, and how long after the fault."""
@@ -212,7 +220,5 @@ class Cast:
         """Stop all, and see that the coordinator ends by itself."""
         for actor in [*self.actors, self.spare]:
             ray.kill(actor)
-        deadline = time.monotonic() + 60
-        while f"coordinator/{self.name}" in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]:
-            assert time.monotonic() < deadline, "the coordinator outlives its ranks"
-            time.sleep(0.1)
+        name = f"coordinator/{self.name}"
+        wait_until(lambda: name not in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)])
