@@ -91,6 +91,13 @@ def _join_lazily(name: str, rank: int, world_size: int, incarnation: str) -> Ran
         return _lazily_joined[key]
 
 
+def joined_groups() -> list[RankGroup]:
+    """All groups that this process has joined and not closed, by itself or at its first save or load."""
+    with _lock:
+        joined = [*_lazily_joined.values(), *([_joined] if _joined is not None else [])]
+    return list(dict.fromkeys(joined))
+
+
 def set_joined(group: RankGroup | None) -> None:
     """``group`` is what this process has joined; the one joined last counts."""
     global _joined

@@ -63,6 +63,11 @@ class BackgroundSaves:
         if failure is not None:
             raise EarlierSaveError(failure) from failure
 
+    def wait_for_latest(self, timeout_s: float) -> bool:
+        """Return whether no save is under way, after at most ``timeout_s``; how it ended stays untold."""
+        latest = self._latest
+        return latest is None or bool(wait([latest], timeout=timeout_s).done)
+
     def start(self, planned: PlannedSave, call: Call) -> AsyncSaveResponse:
         """Write a staged save in the background; ``settle`` comes first, so it is the only one."""
         if self._executor is None:
