@@ -1,4 +1,4 @@
-"""``CheckpointCallback``: what ray_dcp does in the controller of a TorchTrainer run."""
+"""``CheckpointCallback``: what ray_dcp does in the controller of a TorchTrainer run, and at the end of its workers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ParamSpec
 
 import ray
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
 
 from ray_dcp.cluster.coordinator_actor import NAMESPACE, end_coordinator, ensure_coordinator
 from ray_dcp.cluster.train_context import train_group_name
 from ray_dcp.errors import ConfigError
-from ray_dcp.train.lost_nodes import alive_node_ids, wait_for_lost_nodes
+from ray_dcp.train.controller import ControllerAccess
+from ray_dcp.train.early_look import ActorWatch, tell_of_own_failure
+from ray_dcp.train.hand_over import finish_saves
+from ray_dcp.train.lost_nodes import LeftOutNodes, alive_node_ids, silent_nodes, wait_for_lost_nodes
+from ray_dcp.train.spares import Spares
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_SPARE_PACKAGES = ("torch", "ray", "ray_dcp", "numpy", "pandas", "pyarrow")
+_HAND_OVER_S = 4.0
+"""Ray kills the workers of a group that ends after five seconds."""
 _LOOK_FOR_NODES_EVERY_S = 1.0
 _RECOMPUTE_TIMEOUT_S = 10.0
 _POLICY_CACHE_S = 1.1
@@ -41,32 +48,63 @@ def _never_fails_the_run(hook: Callable[_P, None]) -> Callable[_P, None]:
     return guarded
 
 
-class CheckpointCallback(ControllerCallback, WorkerGroupCallback):
-    """Start the run's coordinator ahead, and let an elastic run restart within seconds of a node's loss.
+class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback):
+    """Let a run go on within seconds of the loss of a rank or a node.
 
     For ``RunConfig(callbacks=[CheckpointCallback()])``, or, without touching the code of the run,
     ``RAY_TRAIN_CALLBACKS=ray_dcp.train.callback.CheckpointCallback``. Whatever goes wrong here is logged and leaves
     the run as it would be without a callback.
+
+    It starts the run's coordinator ahead; has the controller look at its workers when one fails; restarts an elastic
+    run without nodes that no longer answer; finishes asynchronous saves that are under way when workers are stopped;
+    and keeps a spare process for each worker, in which the next one starts within a moment.
     """
 
-    def __init__(self, *, node_loss_wait_s: float = 30.0) -> None:
-        """``node_loss_wait_s``: how long an elastic restart may wait for Ray to notice that a node is lost.
+    def __init__(
+        self, *, node_loss_wait_s: float = 30.0, spare_packages: Collection[str] = DEFAULT_SPARE_PACKAGES
+    ) -> None:
+        """``spare_packages``: whose modules the spare processes import, of those that the training has loaded.
 
-        Without that wait Ray asks for the lost node's workers again, and gives up after a minute. It ends as soon
-        as Ray has noticed, and there is none while all nodes answer. 0: never wait.
+        A spare process takes what memory these modules take (some 300 MB with torch), and once the CPU time of
+        importing them, at low priority. It has no GPU: name no package that uses one when it is imported. Empty: no
+        spare processes; none are kept either where workers have a ``worker_process_setup_hook``.
+
+        ``node_loss_wait_s``: how long an elastic restart may wait for Ray to notice that a node is lost, where it
+        can't be left out. Without that wait Ray asks for the lost node's workers again, and gives up after a minute.
+        There is none while all nodes answer. 0: never wait.
         """
         if isinstance(node_loss_wait_s, bool) or not isinstance(node_loss_wait_s, (int, float)):
             raise ConfigError("node_loss_wait_s", f"is a number of seconds, not {node_loss_wait_s!r}")
         if not math.isfinite(node_loss_wait_s) or node_loss_wait_s < 0:
             raise ConfigError("node_loss_wait_s", f"must be zero or more seconds, not {node_loss_wait_s!r}")
+        if isinstance(spare_packages, str) or not all(isinstance(name, str) for name in spare_packages):
+            raise ConfigError("spare_packages", f"are names of packages, not {spare_packages!r}")
         self._node_loss_wait_s = float(node_loss_wait_s)
+        self._spare_packages = tuple(spare_packages)
+        self._forget_run()
+
+    def _forget_run(self) -> None:
         self._requester_id = ""
         self._group = ""
         self._told_of_failure = False
         self._is_elastic = False
-        self._group_nodes: frozenset[str] = frozenset()
+        self._workers: list[Any] = []
         self._known_nodes: frozenset[str] | None = None
         self._looked_for_nodes_at = -math.inf
+        self._controller: ControllerAccess | None = None
+        self._left_out = LeftOutNodes()
+        self._watch: ActorWatch | None = None
+        self._spares: Spares | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The copies in the workers know nothing of the run: what the controller's one has cannot travel.
+        return {"_node_loss_wait_s": self._node_loss_wait_s, "_spare_packages": self._spare_packages}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_run()
+
+    # In the controller.
 
     @_never_fails_the_run
     def after_controller_start(self, train_run_context: Any) -> None:
@@ -77,23 +115,80 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback):
         self._group = train_group_name(run_config.name, run_config.storage_context.experiment_fs_path)
         # Beside the start of the workers, which takes longer. What fails here is done again by the workers.
         threading.Thread(target=_start_coordinator, args=(self._group,), daemon=True).start()
+        self._reach_into_controller()
+        if self._spare_packages:
+            self._put_spares_into(run_config, train_run_context.run_id)
+
+    @_never_fails_the_run
+    def _reach_into_controller(self) -> None:
+        controller = ControllerAccess()
+        controller.listen()
+        if self._is_elastic:
+            controller.leave_out(self._left_out.now)
+        self._controller = controller
+
+    @_never_fails_the_run
+    def _put_spares_into(self, run_config: Any, run_id: str) -> None:
+        spares = Spares(run_id, self._spare_packages)
+        spares.put_hook_into(run_config)
+        self._spares = spares
 
     @_never_fails_the_run
     def after_worker_group_start(self, worker_group: Any) -> None:
         self._told_of_failure = False
-        self._group_nodes = frozenset(worker.metadata.node_id for worker in worker_group.get_workers())
+        workers = worker_group.get_workers()
+        self._workers = list(workers)
+        if self._controller is not None:
+            self._watch = ActorWatch([worker.actor for worker in workers], self._controller.look_now)
+
+    @_never_fails_the_run
+    def after_worker_group_training_start(self, worker_group: Any) -> None:
+        if self._spares is not None:
+            self._spares.group_started(worker_group.get_workers())
+
+    @_never_fails_the_run
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        if self._spares is not None:
+            self._spares.group_ended()
 
     @_never_fails_the_run
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
         if not self._is_elastic:
             return
+        silent = silent_nodes(self._group_nodes())
+        if not silent or self._controller is None or not self._controller.leaves_out:
+            self._wait_for_lost_nodes()
+            return
+        logger.info("going on without nodes that do not answer: %s", ", ".join(sorted(silent)))
+        self._left_out.leave_out(silent)
+        for worker in self._workers:
+            if worker.metadata.node_id in silent:
+                # Ray asks all workers to end themselves, and waits seconds for those that it does not know to be dead.
+                ray.kill(worker.actor)
+
+    def _group_nodes(self) -> frozenset[str]:
+        return frozenset(worker.metadata.node_id for worker in self._workers)
+
+    def _wait_for_lost_nodes(self) -> None:
         started = time.monotonic()
-        lost = wait_for_lost_nodes(self._group_nodes, timeout_s=self._node_loss_wait_s)
+        lost = wait_for_lost_nodes(self._group_nodes(), timeout_s=self._node_loss_wait_s)
         self._known_nodes = alive_node_ids()
         self._recompute_reservation(wait=True)
         if lost:
             logger.info("lost %d nodes: %s", len(lost), ", ".join(sorted(lost)))
             time.sleep(max(0.0, started + _POLICY_CACHE_S - time.monotonic()))
+
+    def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
+        """Keep workers off nodes that are left out; Ray's scheduler still counts on them."""
+        try:
+            of_user = scaling_config.label_selector
+            # One for each worker is the user's whole say: Ray takes only one for all from here.
+            return self._left_out.selector(of_user) if of_user is None or isinstance(of_user, dict) else None
+        except Exception as error:  # noqa: BLE001 - as for the other hooks; this one returns something
+            logger.warning("on_controller_start_worker_group failed, workers may be placed on a lost node: %r", error)
+            return None
 
     @_never_fails_the_run
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -109,17 +204,22 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback):
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         failed = {rank: repr(error) for rank, error in worker_group_status.errors.items()}
         if failed and not self._told_of_failure:
-            # Ranks that wait for the failed ones in a save or load need not wait until Ray stops them.
             self._told_of_failure = True
-            ray.get_actor(f"coordinator/{self._group}", namespace=NAMESPACE).ranks_failed.remote(failed)
+            workers = [self._workers[rank] for rank in failed]
+            threading.Thread(target=_tell_coordinator, args=(self._group, failed, workers), daemon=True).start()
 
     @_never_fails_the_run
     def after_controller_finish(self, result: Any) -> None:
-        end_coordinator(self._group)
+        self._end_run()
 
     @_never_fails_the_run
     def before_controller_abort(self) -> None:
+        self._end_run()
+
+    def _end_run(self) -> None:
         end_coordinator(self._group)
+        if self._spares is not None:
+            self._spares.release()
 
     def _recompute_reservation(self, *, wait: bool) -> None:
         """Let Ray's autoscaling coordinator look at the nodes now: by itself it does so every 20 seconds."""
@@ -133,8 +233,27 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback):
         if wait:
             ray.get(reserved, timeout=_RECOMPUTE_TIMEOUT_S)
 
+    # In each worker.
+
+    @_never_fails_the_run
+    def after_init_train_context(self) -> None:
+        tell_of_own_failure()
+
+    @_never_fails_the_run
+    def before_worker_shutdown(self) -> None:
+        finish_saves(_HAND_OVER_S)
+
 
 @_never_fails_the_run
 def _start_coordinator(name: str) -> None:
     """Have the run's coordinator up before its workers are, for as long as the controller lives."""
     ensure_coordinator(name, keeper=ray.get_runtime_context().current_actor)
+
+
+@_never_fails_the_run
+def _tell_coordinator(group: str, failed: dict[int, str], workers: list[Any]) -> None:
+    """Let ranks that wait for failed ones in a save or load not wait until Ray stops them."""
+    # A rank whose training has failed may be alive, and write in the background what it saved before.
+    finished = [worker.execute_async(finish_saves, _HAND_OVER_S) for worker in workers]
+    ray.wait(finished, num_returns=len(finished), timeout=_HAND_OVER_S + 1)
+    ray.get_actor(f"coordinator/{group}", namespace=NAMESPACE).ranks_failed.remote(failed)
