@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ray_dcp.catalog import CheckpointInfo
     from ray_dcp.cluster.current import current_group
     from ray_dcp.cluster.group import RankGroup
+    from ray_dcp.config import Limits
     from ray_dcp.dcp_io.store_reader import StoreReader
     from ray_dcp.dcp_io.store_writer import StoreWriter
     from ray_dcp.manager import CheckpointManager
@@ -36,6 +37,7 @@ _HOME = {
     "RankGroup": "ray_dcp.cluster.group",
     "current_group": "ray_dcp.cluster.current",
     "RankPool": "ray_dcp.pool",
+    "Limits": "ray_dcp.config",
     "CheckpointManager": "ray_dcp.manager",
     "CheckpointInfo": "ray_dcp.catalog",
     "CheckpointException": "ray_dcp.protocol.failures",
@@ -55,6 +57,7 @@ __all__ = [
     "RankGroup",
     "current_group",
     "RankPool",
+    "Limits",
     "CheckpointManager",
     "CheckpointInfo",
     "CheckpointException",

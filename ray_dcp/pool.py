@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_dcp.cluster.coordinator_actor import end_coordinator, ensure_coordinator
 from ray_dcp.cluster.group import RankGroup
+from ray_dcp.config import Limits
 from ray_dcp.errors import ConfigError, GroupError, NotEnoughResourcesError, RankLostError
 
 _PLACEMENT_TIMEOUT_S = 15.0
@@ -28,7 +30,8 @@ class RankPool:
 
     ``ActorClass`` is a plain class or a ``ray.remote`` one. Each actor joins the group before its constructor runs, so
     ``ray_dcp.current_group()`` gives its rank there already. ``resources_per_rank`` are Ray resources: "CPU", "GPU",
-    "memory" or custom ones. Usable as ``with RankPool(...) as pool:``, which starts and shuts it down.
+    "memory" or custom ones. ``limits`` say how long ranks wait for what. Usable as ``with RankPool(...) as pool:``,
+    which starts and shuts it down.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class RankPool:
         min_ranks: int = 1,
         max_ranks: int = 8,
         resources_per_rank: Mapping[str, float] | None = None,
+        limits: Limits | None = None,
         **kwargs: Any,
     ) -> None:
         if not 1 <= min_ranks <= max_ranks:
@@ -50,6 +54,7 @@ class RankPool:
         self.min_ranks = min_ranks
         self.max_ranks = max_ranks
         self.resources_per_rank = resources
+        self.limits = limits if limits is not None else Limits.from_variables(os.environ)
         self._rank_class = _rank_class(ActorClass)
         self._args = args
         self._kwargs = kwargs
@@ -79,7 +84,7 @@ class RankPool:
         world_size = self._placement.bundle_count
         # Ranks of this start never mix with those of another pool of this name, or of an earlier start.
         incarnation = uuid.uuid4().hex
-        places = [_Place(self.name, rank, world_size, incarnation) for rank in range(world_size)]
+        places = [_Place(self.name, rank, world_size, incarnation, self.limits) for rank in range(world_size)]
         self._actors = [self._start_rank(place) for place in places]
         try:
             ready = [actor.ray_dcp_ready.remote() for actor in self._actors]
@@ -207,6 +212,7 @@ class _Place:
     rank: int
     world_size: int
     incarnation: str
+    limits: Limits
 
 
 def _rank_class(ActorClass: Any) -> type:
@@ -226,6 +232,7 @@ def _rank_class(ActorClass: Any) -> type:
                     world_size=place.world_size,
                     timeout_s=_START_TIMEOUT_S,
                     incarnation=place.incarnation,
+                    limits=place.limits,
                 )
                 super().__init__(*args, **kwargs)
             except BaseException as error:  # noqa: BLE001 - told by ray_dcp_ready: Ray turns it into a dead actor

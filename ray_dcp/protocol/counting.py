@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 from ray_dcp.progress import Progress
@@ -20,8 +22,16 @@ class CountingPlanner:
         return type(self._planner)
 
     def __getattr__(self, name: str) -> Any:
-        self._progress.advance()
-        return getattr(self._planner, name)
+        attribute = getattr(self._planner, name)
+        if not inspect.ismethod(attribute):
+            return attribute
+
+        @functools.wraps(attribute)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._progress.advance()
+            return attribute(*args, **kwargs)
+
+        return counted
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self._planner,)

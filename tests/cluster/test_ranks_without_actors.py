@@ -1,0 +1,82 @@
+"""Ranks that are plain programs connected to the cluster: Ray tells nobody of their death, so they must be heard of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+import ray_dcp as dcp
+from ray_dcp import CheckpointException
+from ray_dcp.errors import RankLostError
+from tests.actors import RankActor
+from tests.cluster.test_group import ray_dcp_actors, until
+
+pytestmark = pytest.mark.ray
+
+PROGRAM = """
+import sys, time, ray
+import ray_dcp as dcp
+ray.init(address=sys.argv[1], log_to_driver=False)
+group = dcp.RankGroup.join(sys.argv[2], rank=0, world_size=2)
+print("joined", flush=True)
+until = time.monotonic() + float(sys.argv[3])
+while time.monotonic() < until:
+    sum(range(1000))  # busy, with hardly a moment for other threads
+group.barrier()
+print("met", flush=True)
+group.close()
+"""
+
+
+@pytest.fixture
+def actor(ray_session) -> Iterator:
+    own = RankActor.remote()
+    yield own
+    ray.kill(own)
+
+
+def start(name: str, busy_s: float) -> subprocess.Popen:
+    address = ray.get_runtime_context().gcs_address
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, address, name, str(busy_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+
+
+def meet(rank, world_size):
+    try:
+        dcp.current_group().barrier()
+    except CheckpointException as error:
+        return error, time.monotonic()
+    return "met", time.monotonic()
+
+
+def test_a_program_that_is_killed_is_lost_within_seconds(actor):
+    with start("killed-program", busy_s=600) as program:
+        waiting = actor.run.remote(1, 2, "killed-program", meet)
+        assert program.stdout.readline() == "joined\n"
+        killed_at = time.monotonic()
+        program.kill()
+        error, noticed_at = ray.get(waiting, timeout=60)
+        assert error.failed_ranks == (0,)
+        assert isinstance(error.__cause__, RankLostError)
+        assert noticed_at - killed_at < 5.0
+    ray.kill(actor)
+    until(lambda: "coordinator/killed-program" not in ray_dcp_actors(), timeout_s=30)
+
+
+def test_a_program_that_is_busy_for_longer_than_the_limit_is_not(actor):
+    with start("busy-program", busy_s=6) as program:
+        waiting = actor.run.remote(1, 2, "busy-program", meet)
+        outcome, _ = ray.get(waiting, timeout=60)
+        assert outcome == "met"
+        assert program.stdout.read() == "joined\nmet\n"
+        assert program.wait(60) == 0
