@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Before Ray is imported and its processes are started: they take over this environment.
     os.environ.update(SETTINGS)
-    _clean_up_on_sigterm()
+    # A plain SIGTERM gets the clean-up that Ctrl-C gets.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     from rich.console import Console
 
     console = Console(file=sys.stdout)
@@ -50,11 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
     return 1 if failed else 0
-
-
-def _clean_up_on_sigterm() -> None:
-    """Give a plain SIGTERM the clean-up that Ctrl-C gets."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -92,6 +88,7 @@ def _measure_all(options: argparse.Namespace, console: Any) -> tuple[dict[str, A
     import recovery_parts
     from ray import cloudpickle
     from recovery_parts import rounds, tables
+    from recovery_parts.cluster import SETTINGS
     from side_by_side import machine
     from side_by_side.tables import banner
 
@@ -100,7 +97,7 @@ def _measure_all(options: argparse.Namespace, console: Any) -> tuple[dict[str, A
     victims = rounds.VICTIMS if options.kill == _BOTH else (options.kill,)
     company, failed = machine.Company(own_load=_OWN_LOAD), []
     found: dict[str, dict[str, list[Any]]] = {victim: {side: [] for side in options.sides} for victim in victims}
-    console.print(tables.NOTES, highlight=False)
+    console.print(tables.notes(SETTINGS), highlight=False)
     console.print(banner(company.objections_at_start()))
     limits = {"settle_s": options.settle, "timeout_s": options.timeout}
     with _quiet_stdout():
@@ -116,7 +113,6 @@ def _measure_all(options: argparse.Namespace, console: Any) -> tuple[dict[str, A
                     continue
             found[run.victim][run.side].append(recovery)
             console.print(f"{what}: {recovery.step_s:.2f} s", highlight=False)
-            _clean_up_on_sigterm()  # Ray has put a handler of its own there, which aborts
     objections = company.objections()
     _show(found, failed, objections, console)
     report = {

@@ -31,11 +31,13 @@ def local_cluster() -> Iterator[None]:
     # A short name: Ray puts sockets there.
     folder = tempfile.mkdtemp(prefix="rr-", dir="/tmp")
     os.environ["RAY_TMPDIR"] = folder
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # Ray puts a handler of its own there, which aborts
     cluster = Cluster()
     try:
         for num_cpus in (0, *[1] * NUM_NODES):
             cluster.add_node(num_cpus=num_cpus, object_store_memory=_OBJECT_STORE_NBYTES, include_dashboard=False)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        signal.signal(signal.SIGTERM, on_sigterm)
         yield
     finally:
         ray.shutdown()

@@ -11,19 +11,29 @@ from recovery_parts.timeline import PARTS, Summary
 
 TARGETS: Mapping[str, float] = {"rank": 0.8, "node": 0.2}
 """How long a recovery with ray_dcp may take at most, as a share of the same with torch's DCP."""
-NOTES = """\
-Both: the same cluster (a head without CPUs, two nodes with one each), model, loop and disk; Ray's default settings,
-health checks and intervals. A new cluster for each run. Interleaved A, B, B, A.
-torch: TorchTrainer, elastic, torch.distributed.checkpoint.save and ray.train.report as Ray's guide shows them.
+_NOTES = """\
+Both sides: the same cluster (a head without CPUs, two nodes with one each), new for each run; model, loop and disk; \
+Ray's default health checks, intervals and timeouts. Interleaved A, B, B, A.
+Set for both: {settings}
+torch: elastic TorchTrainer, torch.distributed.checkpoint.save and ray.train.report as Ray's guide shows them.
 ray_dcp: the same with CheckpointManager, ray_dcp.train.report and RunConfig(callbacks=[CheckpointCallback()]).
-All nodes are processes of one machine: what is killed closes its connections, so survivors notice at once, and
-imports come from warm files. A node that loses power closes none."""
+All nodes are processes of one machine: what is killed closes its connections, so survivors notice at once, imports \
+come from warm files, and all share its CPUs. A node that loses power closes nothing."""
+
+
+def notes(settings: Mapping[str, str]) -> str:
+    """Say what is the same on both sides, and what is not."""
+    return _NOTES.format(settings=", ".join(f"{name}={value}" for name, value in settings.items()))
 
 
 def table_of(victim: str, summaries: Mapping[str, Summary]) -> Table:
     """A row for each figure, a column for each side."""
     num_runs = max(len(summary.recoveries) for summary in summaries.values())
-    table = Table(title=f"{victim} killed, {num_runs} runs of each", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=f"{victim} killed, {num_runs} run{'s' if num_runs > 1 else ''} of each",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
     table.add_column("", no_wrap=True)
     for side in summaries:
         table.add_column(side, justify="right", no_wrap=True)
