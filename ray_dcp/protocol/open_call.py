@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,6 +16,12 @@ from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFail
 from ray_dcp.protocol.membership import resolve
 from ray_dcp.protocol.sessions import SESSIONS
 from ray_dcp.protocol.wire import CallId, decode, encode
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY_S = 30.0
+"""How often a call that takes long says whom it waits for."""
+_MAX_NAMED_RANKS = 8
 
 
 def coordinator_phase(kind: str, phase: str) -> str:
@@ -59,7 +66,7 @@ class OpenCall:
         self._lock = lock
         self._clock = clock
         self._on_end = on_end
-        self._opened_s = clock()
+        self._opened_s = self._said_s = clock()
         self._session = SESSIONS[call_id.kind]()
         self._phase_now = self._session.first_phase
         self._parts: dict[str, dict[int, _Part]] = {}
@@ -207,6 +214,25 @@ class OpenCall:
         failures = [failure for failure in overdue if failure is not None]
         if failures:
             self.fail(failures)
+        elif arrived and self._clock() - self._said_s >= SAY_EVERY_S:
+            self._said_s = self._clock()
+            logger.warning("%s", self._waiting_text(waited_for))
+
+    def _waiting_text(self, waited_for: Sequence[int]) -> str:
+        """For whoever wonders why a save takes so long."""
+        texts = []
+        for rank in waited_for[:_MAX_NAMED_RANKS]:
+            seen = self._seen.get(rank)
+            moved = f", {seen.nbytes / 2**20:.0f} MiB so far" if seen is not None and seen.nbytes else ""
+            doing = "has not come yet" if seen is None else f"is in phase {seen.phase!r}{moved}"
+            quiet = "" if seen is None else f", no progress for {self._clock() - seen.since_s:.0f} s"
+            texts.append(f"rank {rank} {doing}{quiet}")
+        more = len(waited_for) - len(texts)
+        return (
+            f"{self._id.kind} of {self.checkpoint_id or 'a checkpoint'} in group {self._group!r} has taken "
+            f"{self._clock() - self._opened_s:.0f} s; waiting for {len(waited_for)} of {self._world_size} ranks: "
+            f"{'; '.join(texts)}{f'; and {more} more' if more else ''}"
+        )
 
     def _overdue(self, rank: int, limits: Limits) -> RankFailure | None:
         seen, now = self._seen.get(rank), self._clock()

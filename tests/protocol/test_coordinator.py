@@ -236,6 +236,20 @@ def test_a_rank_that_says_the_same_again_and_again_stands_still():
     assert isinstance(waiting.exception(0).__cause__, StalledError)
 
 
+def test_a_call_that_takes_long_says_whom_it_waits_for(caplog):
+    coordinator, clock = limited(3)
+    arrive(coordinator, 0)
+    coordinator.report_progress(CallId(1, 0, "barrier"), 1, "write", 1, 5 << 20)
+    clock.run(coordinator, 29)
+    assert not caplog.records
+    clock.run(coordinator, 5)
+    (record,) = caplog.records
+    assert "waiting for 2 of 3 ranks: rank 1 is in phase 'write', 5 MiB so far, no progress for 30 s" in record.message
+    assert "rank 2 has not come yet" in record.message
+    clock.run(coordinator, 20)
+    assert len(caplog.records) == 1
+
+
 def test_a_phase_may_have_a_limit_of_its_own():
     coordinator, clock = limited(2, stall_timeout_s=5, phase_stall_timeout_s={"collect": 50})
     waiting = arrive(coordinator, 0)
