@@ -8,6 +8,7 @@ they are to do first they learn from a hook in the runtime environment of the wo
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 _NAMESPACE = "ray_dcp"
 _SETTLE_S = 3.0
 """Training goes on for this long before spare processes are started: by then it has loaded its modules."""
+_MAX_SETTLE_S = 60.0
+"""A run that fails again and again gets them ever later: each round would cost CPU time, and may leave one over."""
 _KEEP_ALIVE_S = 3600
 """How long a raylet keeps a process that nobody uses; then a new one is started."""
 _IMPORT_TIMEOUT_S = 120.0
@@ -43,6 +46,8 @@ class Spares:
         self._waiting: Counter[str] = Counter()
         """How many there should be on a node; one may have been taken or have died meanwhile."""
         self._started_at = time.monotonic()
+        self._group_started_at = -math.inf
+        self._settle_s = _SETTLE_S
         self._surroundings: Surroundings | None = None
         self._needed = threading.Event()
         self._lock = threading.Lock()
@@ -70,8 +75,11 @@ class Spares:
 
     def group_started(self, workers: Iterable[Any]) -> None:
         """New workers have started, in spare processes where there were some: start others in their place."""
-        workers = list(workers)
+        workers, now = list(workers), time.monotonic()
         with self._lock:
+            failed_soon = now < self._group_started_at + _MAX_SETTLE_S
+            self._settle_s = min(2 * self._settle_s, _MAX_SETTLE_S) if failed_soon else _SETTLE_S
+            self._group_started_at = now
             self._needed.set()
             needed = self._needed = threading.Event()
             for node_id in (worker.metadata.node_id for worker in workers):
@@ -104,7 +112,7 @@ class Spares:
 
     def _keep_up(self, workers: list[Any], ended: threading.Event) -> None:
         try:
-            wait_s = _SETTLE_S
+            wait_s = self._settle_s
             while not ended.wait(wait_s):
                 self._start_missing(workers, ended)
                 # By then those are gone that nobody has used.

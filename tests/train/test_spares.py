@@ -124,3 +124,24 @@ def test_a_hook_of_the_user_is_not_replaced(ray_session: None) -> None:
     with pytest.raises(ValueError, match="worker_process_setup_hook"):
         spares.Spares("run", ["torch"]).put_hook_into(run_config)
     assert run_config.worker_runtime_env == {"worker_process_setup_hook": "mine.hook"}
+
+
+def test_a_run_that_fails_again_and_again_gets_spares_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(spares.Spares, "_keep_up", lambda self, workers, ended: waits.append(self._settle_s))
+    kept = spares.Spares("run", ["torch"])
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(spares, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for seconds in (0, 10, 10, 10, 10, 10, 500):
+        clock.now += seconds
+        before = len(waits)
+        kept.group_started([])
+        wait_for_length(waits, before + 1)
+    assert waits == [3, 6, 12, 24, 48, 60, 3]
+
+
+def wait_for_length(items: list[float], length: int) -> None:
+    for _ in range(1000):
+        if len(items) >= length:
+            return
+        time.sleep(0.01)
