@@ -22,11 +22,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.cluster.group_record import GroupRecord, forget_record, read_record, write_record
+from ray_dcp.cluster.process import process_name_of
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
 from ray_dcp.maintenance.after_save import SweepAfterSave
 from ray_dcp.protocol.coordinator import CHECK_INTERVAL_S, Coordinator
 from ray_dcp.protocol.failures import RankFailure
-from ray_dcp.protocol.membership import JoinRequest
+from ray_dcp.protocol.membership import JoinRequest, MembershipRecord
 from ray_dcp.protocol.wire import CallId
 
 NAMESPACE = "ray_dcp"
@@ -63,6 +64,7 @@ class CoordinatorActor:
         self._coordinator = Coordinator(name, execute=_in_a_thread, on_save_ended=self._sweep.save_ended)
         self._actors: dict[str, Any] = {}
         self._keepers: list[Any] = []
+        self._recorded: tuple[MembershipRecord, int] | None = None
         self._needed_until = time.monotonic() + _FIRST_JOIN_S
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
@@ -158,7 +160,10 @@ class CoordinatorActor:
 
     def _write_record(self) -> None:
         self._actors = {member: handle for member, handle in self._actors.items() if self._coordinator.knows(member)}
-        write_record(self._name, GroupRecord(self._coordinator.record, self._actors, tuple(self._keepers)))
+        changed = (self._coordinator.record, len(self._keepers))
+        if changed != self._recorded:
+            self._recorded = changed
+            write_record(self._name, GroupRecord(changed[0], self._actors, tuple(self._keepers)))
 
     def _watch_actor(self, member: str, handle: Any) -> None:
         if member not in self._actors:
@@ -166,7 +171,8 @@ class CoordinatorActor:
             self._spawn(self._tell_death_of(member, handle))
 
     async def _tell_death_of(self, member: str, handle: Any) -> None:
-        why = await self._death_of(handle, while_true=lambda: self._coordinator.knows(member))
+        process = member.partition(" as rank ")[0]
+        why = await self._death_of(handle, process=process, while_true=lambda: self._coordinator.knows(member))
         self._coordinator.member_lost(member, why)
         self._needed_until = time.monotonic() + _LINGER_S
 
@@ -179,14 +185,21 @@ class CoordinatorActor:
         self._keepers.remove(keeper)
         self._needed_until = time.monotonic() + _LINGER_S
 
-    async def _death_of(self, handle: Any, while_true: Callable[[], bool] = lambda: True) -> str:
-        """Returns when the actor has died: why. An idle actor is asked now and then, a busy one holds the question."""
+    async def _death_of(
+        self, handle: Any, *, process: str | None = None, while_true: Callable[[], bool] = lambda: True
+    ) -> str:
+        """Returns when the actor, or its first process, has died: why.
+
+        An idle actor is asked now and then, a busy one holds the question.
+        """
         unreachable_since: float | None = None
         while while_true():
             grace_s = self._coordinator.limits.unreachable_grace_s
             try:
-                await handle.__ray_ready__.remote()
+                name = await handle.__ray_call__.remote(process_name_of)
                 unreachable_since = None
+                if process is not None and name != process:
+                    return f"{process} died, and Ray has started its actor again as {name}"
             except ActorDiedError as error:
                 return _first_line(error)
             except RayActorError as error:

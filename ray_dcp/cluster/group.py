@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import threading
+import time
 import uuid
 from types import TracebackType
 
@@ -15,6 +15,7 @@ import tenacity
 from ray_dcp.cluster import current
 from ray_dcp.cluster.coordinator_actor import ensure_coordinator
 from ray_dcp.cluster.link import CallLink, CoordinatorLink
+from ray_dcp.cluster.process import process_name
 from ray_dcp.cluster.pulse import Pulse
 from ray_dcp.config import Limits
 from ray_dcp.errors import ConfigError, CoordinatorLostError, GroupError
@@ -22,6 +23,8 @@ from ray_dcp.protocol.background import BackgroundSaves
 from ray_dcp.protocol.call import RemoteCall, phase
 from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.wire import CallId
+
+_LEAVE_AGAIN_S = 0.2
 
 
 class RankGroup:
@@ -125,10 +128,15 @@ class RankGroup:
 
     def _leave(self) -> None:
         self._pulse.end()
-        try:
-            ray.get(self._link.handle.leave.remote(self.generation, self.rank), timeout=10)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            return  # a coordinator that is gone has no ranks to forget
+        for _ in range(2):  # a coordinator that is just starting again must not wait for this rank
+            try:
+                ray.get(self._link.handle.leave.remote(self.generation, self.rank), timeout=10)
+            except ray.exceptions.RayActorError:
+                time.sleep(_LEAVE_AGAIN_S)
+            except ray.exceptions.GetTimeoutError:
+                return
+            else:
+                return
 
     def __enter__(self) -> RankGroup:
         current.enter(self)
@@ -157,7 +165,8 @@ def _join(name: str, request: JoinRequest, timeout_s: float) -> tuple[Coordinato
 
 
 def _member_name(rank: int) -> str:
-    return f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex[:8]})"
+    """Of one joining: the same process may join again."""
+    return f"{process_name()} as rank {rank} ({uuid.uuid4().hex[:8]})"
 
 
 def _require_valid(name: str, rank: int, world_size: int, timeout_s: float) -> None:

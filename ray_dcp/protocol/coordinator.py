@@ -153,6 +153,7 @@ class Coordinator:
         """
         with self._lock:
             call = self._call(call_id, rank)
+            self._fail_calls_left_by(rank, call_id)
             future = call.put(rank, phase, message)
             complete = call.begin_step(phase)
         if complete:
@@ -209,6 +210,18 @@ class Coordinator:
                 other_call.fail([_kind_mismatch(rank, call_id.kind, other.kind)])
                 return other_call
         return self._calls[call_id] if call_id in self._calls else self._open(call_id)
+
+    def _fail_calls_left_by(self, rank: int, call_id: CallId) -> None:
+        """A rank that sends its part of a later save or load is done with the earlier ones.
+
+        Such a call has failed on that rank, and a coordinator that has died since took the news along.
+        """
+        if call_id.kind == "barrier":  # which may be passed while a save goes on in the background
+            return
+        for earlier, call in self._calls.items():
+            if earlier.number < call_id.number and earlier.kind != "barrier" and call.waits_for(rank):
+                message = f"rank {rank} has left this {earlier.kind} and gone on to a later {call_id.kind}"
+                call.fail([RankFailure(rank, call.phase_now, "GroupError", message, "")])
 
     def _open(self, call_id: CallId) -> OpenCall:
         call = self._calls[call_id] = OpenCall(

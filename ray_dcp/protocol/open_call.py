@@ -127,6 +127,10 @@ class OpenCall:
         if before is None or (before.phase, before.mark) != (phase, mark):
             self._seen[rank] = _Seen(phase, mark, nbytes, self._clock())
 
+    def waits_for(self, rank: int) -> bool:
+        """Whether the call goes on and this rank has not sent its part of the phase."""
+        return not self.ended and rank not in self._parts.get(self._phase_now, {})
+
     def begin_step(self, phase: str) -> bool:
         """Whether all parts are there, so that the coordinator's step begins: from now on it alone decides.
 

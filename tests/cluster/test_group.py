@@ -199,6 +199,21 @@ def test_a_rank_that_dies_while_the_coordinator_starts_again_is_noticed(own_rank
     assert error.failed_ranks == (1,)
 
 
+def test_an_actor_that_ray_starts_again_is_not_the_rank_that_joined(ray_session):
+    reborn = RankActor.options(max_restarts=-1).remote()
+    other = RankActor.remote()
+    calls = [a.run.remote(r, 2, "reborn", generation_of) for r, a in enumerate([other, reborn])]
+    assert [outcome[0] for outcome in ray.get(calls, timeout=60)] == [1, 1]
+    waiting = other.run.remote(0, 2, "reborn", generation_of)
+    ray.kill(reborn, no_restart=False)
+    assert ray.get(reborn.call.remote(os.getpid), timeout=60)  # it is there again, and in no group
+    error = ray.get(waiting, timeout=60)
+    assert isinstance(error, CheckpointException)
+    assert error.failed_ranks == (1,)
+    for actor in (reborn, other):
+        ray.kill(actor)
+
+
 def close_after_barrier(name, rank, world_size):
     with dcp.RankGroup.join(name, rank=rank, world_size=world_size) as group:
         assert dcp.current_group() is group

@@ -342,6 +342,21 @@ class TestAfterARestart:
         with pytest.raises(StaleGenerationError):
             arrive(after, 0, generation=1)
 
+    def test_a_rank_that_has_gone_on_is_not_waited_for(self):
+        """Its failure was told to the coordinator that died."""
+        after = self.restarted(formed(2))
+        waiting = arrive(after, 0, kind="load", number=0)
+        arrive(after, 1, kind="load", number=1)
+        assert waiting.exception(0).failed_ranks == (1,)
+        assert "rank 1 has left this load and gone on to a later load" in str(waiting.exception(0))
+
+    def test_a_barrier_may_be_passed_while_a_save_goes_on(self):
+        after = self.restarted(formed(2))
+        waiting = arrive(after, 0, kind="save", number=0)
+        met = [arrive(after, rank, kind="barrier", number=1) for rank in (0, 1)]
+        assert met[0].exception(0) is None
+        assert not waiting.done()
+
     def test_what_was_lost_is_still_lost(self):
         before = formed(2)
         before.member_lost("a1", "killed")
