@@ -15,14 +15,13 @@ from ray_dcp import CheckpointException
 from ray_dcp.layout import parse_shard_file
 from ray_dcp.points import Point
 from tests.faults.scene import AT_COORDINATOR, Cast, load_at, save_at, value_at, wait_until
+from tests.faults.survival import DEAD_PROCESS_S, RAISED_S
 
 pytestmark = pytest.mark.ray
 
 SAVE_POINTS = [point for point in Point if point.number < Point.AFTER_OPEN.number]
 LOAD_POINTS = [point for point in Point if point.number >= Point.AFTER_OPEN.number]
 AFTER_THE_COMMIT_BEGAN = (Point.BEFORE_MANIFEST, Point.BETWEEN_MANIFEST_AND_METADATA, Point.AFTER_METADATA)
-RAISED_S = 1.0
-DEAD_PROCESS_S = 5.0
 NEW_COORDINATOR_S = 30.0
 """``coordinator_timeout_s``; a new process that imports torch takes 3 to 4 s of it where the machine is free."""
 

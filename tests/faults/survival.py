@@ -1,0 +1,191 @@
+"""What survives which failure, and the tests that show it. The README's table is made of this.
+
+``python -m tests.faults.survival`` prints the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from ray_dcp.config import Limits
+
+RAISED_S = 1.0
+DEAD_PROCESS_S = 5.0
+LOST_NODE_S = 20.0
+LOST_NODE_FAST_S = 5.0
+_DEFAULT = {field.name: getattr(Limits(), field.name) for field in dataclasses.fields(Limits)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of failure."""
+
+    failure: str
+    seen: str
+    """By the other ranks."""
+    within: str
+    left: str
+    """In storage."""
+    tests: tuple[str, ...]
+    """``module::function`` below ``tests``."""
+
+
+def _seconds(name: str) -> str:
+    return f"{_DEFAULT[name]:g} s (`{name}`)"
+
+
+ROWS = (
+    Row(
+        "a rank raises: in `state_dict()`, a planner, a writer, `load_state_dict()`",
+        "`CheckpointException`: rank, phase, cause; the same group goes on",
+        f"{RAISED_S:g} s",
+        "the previous checkpoint",
+        (
+            "faults.test_points::test_a_save_in_which_something_goes_wrong",
+            "faults.test_points::test_a_load_in_which_something_goes_wrong",
+            "protocol.test_failing_hooks::test_odd_exceptions_of_a_stateful",
+        ),
+    ),
+    Row(
+        "a rank's process is killed",
+        "the same, naming the rank; re-form (`pool.restart()`, or Ray Train does it)",
+        f"{DEAD_PROCESS_S:g} s",
+        "the previous one; the new one if its commit had begun",
+        (
+            "faults.test_points::test_a_save_in_which_something_goes_wrong",
+            "faults.test_points::test_a_load_in_which_something_goes_wrong",
+            "cluster.test_ranks_without_actors::test_a_program_that_is_killed_is_lost_within_seconds",
+            "cluster.test_group::test_an_actor_that_ray_starts_again_is_not_the_rank_that_joined",
+        ),
+    ),
+    Row(
+        "a node dies",
+        "the same; fewer ranks load the same checkpoint",
+        f"{LOST_NODE_S:g} s, {LOST_NODE_FAST_S:g} s with fast health checks",
+        "as above",
+        (
+            "faults.test_lost_nodes::test_a_lost_node_is_named_in_time_under_rays_default_health_checks",
+            "faults.test_lost_nodes::test_a_lost_node_is_named_within_seconds_under_fast_health_checks",
+        ),
+    ),
+    Row(
+        "a rank, its disk or its network stands still",
+        "the same, naming rank and phase; one that moves bytes may take as long as it takes",
+        _seconds("stall_timeout_s"),
+        "the previous checkpoint",
+        (
+            "faults.test_stalls::test_a_save_in_which_somebody_stands_still",
+            "faults.test_stalls::test_a_load_in_which_somebody_stands_still",
+            "protocol.test_coordinator::test_a_slow_rank_that_moves_is_never_failed_and_a_silent_one_is",
+        ),
+    ),
+    Row(
+        "a rank does not make the call that others make",
+        "the same, naming the rank",
+        _seconds("arrival_timeout_s"),
+        "untouched",
+        ("protocol.test_coordinator::test_a_rank_that_never_calls_is_named",),
+    ),
+    Row(
+        "a rank never joins",
+        "`JoinTimeoutError` naming it",
+        "`timeout_s` of the join",
+        "untouched",
+        ("cluster.test_group::test_a_rank_that_never_joins_is_named",),
+    ),
+    Row(
+        "the coordinator is killed, at any point",
+        "nothing: it is started again, the save or load goes on and ends as if nothing had been",
+        "what a process takes to start",
+        "the new checkpoint",
+        (
+            "faults.test_points::test_a_save_in_which_something_goes_wrong",
+            "faults.test_points::test_a_load_in_which_something_goes_wrong",
+            "cluster.test_group::test_a_rank_that_dies_while_the_coordinator_starts_again_is_noticed",
+        ),
+    ),
+    Row(
+        "the coordinator freezes",
+        "the same, after it has been replaced",
+        _seconds("coordinator_timeout_s"),
+        "the new checkpoint",
+        ("faults.test_stalls::test_a_frozen_coordinator_is_replaced_and_the_save_commits",),
+    ),
+    Row(
+        "a write fails: disk full, no permission, an error of the device",
+        "`CheckpointException` with the system's error, rank and file",
+        f"{RAISED_S:g} s",
+        "the previous or the new one, whole",
+        (
+            "faults.test_store_faults::test_a_save_that_fails_anywhere_leaves_the_previous_one_or_itself",
+            "faults.test_store_faults::test_a_disk_that_is_full_after_some_bytes_fails_the_save_for_all",
+            "faults.test_store_faults::test_a_load_that_fails_anywhere_fails_for_all_and_the_next_one_loads",
+        ),
+    ),
+    Row(
+        "a crash while an id is saved again",
+        "",
+        "",
+        "the old or the new one, bit for bit",
+        (
+            "dcp_io.test_store_writer::TestFailures",
+            "faults.test_points::test_a_save_in_which_something_goes_wrong",
+        ),
+    ),
+    Row(
+        "two saves of one id at once",
+        "the one that started first gets `SupersededError`",
+        "",
+        "the one that started last",
+        ("dcp_io.test_store_writer::TestTwoAttemptsAtOnePlace",),
+    ),
+    Row(
+        "a frozen rank or node wakes up after the others have re-formed",
+        "`StaleGenerationError` there; it commits nothing",
+        "",
+        "the newer group's",
+        (
+            "faults.test_stalls::test_a_frozen_rank_that_wakes_up_after_the_group_re_formed_changes_nothing",
+            "faults.test_stalls::test_a_commit_that_was_given_up_and_goes_on_later_does_not_replace_a_newer_save",
+        ),
+    ),
+    Row(
+        "an asynchronous save fails and nobody looks",
+        "the next save or load raises it, on every rank",
+        "",
+        "the previous checkpoint",
+        ("protocol.test_async_save::test_a_failure_nobody_awaited_is_raised_by_the_next_call_once",),
+    ),
+    Row(
+        "a stored byte changes, a file is cut short or gone",
+        "the load is refused, naming file and tensor; `manager.load(state, fallback=True)` takes an older step",
+        "",
+        "",
+        (
+            "dcp_io.test_damage::test_a_flipped_bit_in_any_payload_names_file_and_value",
+            "test_fallback::test_the_newest_step_is_damaged_and_an_older_one_is_loaded_on_all_ranks",
+        ),
+    ),
+    Row(
+        "files that failed saves left",
+        "no reader sees them; the next save under that root removes them, or `ray-dcp prune`",
+        "",
+        "",
+        (
+            "maintenance.test_after_save::test_what_a_failed_save_left_goes_with_the_next_under_that_root",
+            "faults.test_store_faults::test_a_prune_that_fails_anywhere_deletes_nothing_that_is_needed_and_can_be_run_again",
+        ),
+    ),
+)
+
+
+def table() -> str:
+    """In Markdown."""
+    lines = ["| what fails | what the other ranks see | within | what is in storage |", "| --- | --- | --- | --- |"]
+    lines += [f"| {row.failure} | {row.seen} | {row.within} | {row.left} |".replace("|  |", "| |") for row in ROWS]
+    return "\n".join(line.replace("|  |", "| |") for line in lines)
+
+
+if __name__ == "__main__":
+    print(table())
