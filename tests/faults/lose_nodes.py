@@ -1,6 +1,8 @@
-"""A program of its own: a cluster of several nodes on this machine, of which one dies at each of the given points.
+"""A program of its own: a cluster of several nodes on this machine, of which one is lost at each of the given points.
 
-Prints one JSON line a point: how the surviving rank's call ended, after how many seconds, and what is left.
+``lose_nodes.py fast|default POINT...``, where a point is ``mid write``, say, or ``freeze: mid write``: the node is not
+killed but stopped, and continued when the group has re-formed without it and saved. Prints one JSON line a point: how
+the surviving rank's call ended, after how many seconds, and what is left.
 """
 
 from __future__ import annotations
@@ -51,28 +53,47 @@ def lose_nodes(cluster, titles: list[str], root: Path) -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     nodes = [cluster.add_node(num_cpus=1, resources={f"node{number}": 1}, **_NODE) for number in (0, 1)]
     cast = PinnedCast("losing-nodes", ["node0", "node1"])
-    for number, title in enumerate(titles):
-        point = Point.titled(title)
+    for number, given in enumerate(titles):
+        freeze, _, title = given.rpartition(": ")
+        point, how = Point.titled(title), signal.SIGSTOP if freeze else signal.SIGKILL
         other, place, stamp = root / f"{number}" / "step-1", root / f"{number}" / "step-2", root / f"when-{number}"
-        print(json.dumps(lose_one(cast, nodes[-1], point, other, place, stamp)), flush=True)
-        cluster.remove_node(nodes[-1], allow_graceful=False)
+        lost, lost_pid = nodes[-1], cast.pids[1]
+        raylet_pid = lost.all_processes["raylet"][0].process.pid
+        print(json.dumps(lose_one(cast, point, (raylet_pid, lost_pid), how, other, place, stamp)), flush=True)
+        if not freeze:
+            cluster.remove_node(lost, allow_graceful=False)
         name = f"node{number + 2}"
         nodes[-1] = cluster.add_node(num_cpus=1, resources={name: 1}, **_NODE)
         cast.start_again(1, name)
         cast.save(place, 4.0)
+        if freeze:
+            wake_up(lost_pid, raylet_pid)
+            cluster.remove_node(lost, allow_graceful=False)
         assert (value_at(str(other), 2), value_at(str(place), 2)) == (1.0, 4.0)
 
 
-def lose_one(cast, node, point, other: Path, place: Path, stamp: Path) -> dict:
-    raylet_pid = node.all_processes["raylet"][0].process.pid
+def wake_up(rank_pid: int, raylet_pid: int) -> None:
+    """Return when the rank, which has gone on where it was stopped, is gone: its raylet learns that it is dead."""
+    import psutil
+
+    rank = psutil.Process(rank_pid)
+    os.kill(rank_pid, signal.SIGCONT)
+    time.sleep(1.0)  # time in which it can do harm
+    os.kill(raylet_pid, signal.SIGCONT)
+    deadline = time.monotonic() + 60
+    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def lose_one(cast, point, pids: tuple[int, int], how: int, other: Path, place: Path, stamp: Path) -> dict:
     cast.save(other, 1.0)
     cast.save(place, 2.0)
-    cast.arm_node_kill(point, raylet_pid, stamp)
+    cast.arm_loss_of_node(point, pids, how, stamp)
     function, value = (load_at, 2.0) if point.number >= Point.AFTER_OPEN.number else (save_at, 3.0)
     outcomes = cast.outcomes(cast.start(function, str(place), value), stamp, without=(1,))
     (outcome,) = outcomes.by_rank.values()
     return {
-        "point": point.title,
+        "point": ("freeze: " if how == signal.SIGSTOP else "") + point.title,
         "seconds": round(outcomes.seconds, 2),
         "outcome": outcome if isinstance(outcome, str) else str(outcome)[:300],
         "failed_ranks": list(getattr(outcome, "failed_ranks", ())),
@@ -96,16 +117,13 @@ if __name__ == "__main__":
             self.actors[rank] = Rank.options(resources={node: 0.1}).remote()
             self.form()
 
-        def arm_node_kill(self, point: Point, raylet_pid: int, stamp: Path) -> None:
-            """The raylet of rank 1's node and the rank itself die when somebody comes to the point."""
-            pids = (raylet_pid, self.pids[1])
+        def arm_loss_of_node(self, point: Point, pids: tuple[int, int], how: int, stamp: Path) -> None:
+            """Rank 1 and the raylet of its node are killed or stopped when somebody comes to the point."""
 
-            def kill_node() -> None:
+            def lose_node() -> None:
                 for pid in pids:
-                    os.kill(pid, signal.SIGKILL)
-                if os.getpid() == pids[1]:
-                    time.sleep(60)
+                    os.kill(pid, how)
 
-            self.arm_action(point, kill_node, stamp)
+            self.arm_action(point, lose_node, stamp)
 
     main()

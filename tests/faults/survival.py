@@ -147,6 +147,7 @@ ROWS = (
         "the newer group's",
         (
             "faults.test_stalls::test_a_frozen_rank_that_wakes_up_after_the_group_re_formed_changes_nothing",
+            "faults.test_lost_nodes::test_a_frozen_node_that_was_declared_dead_wakes_up_and_changes_nothing",
             "faults.test_stalls::test_a_commit_that_was_given_up_and_goes_on_later_does_not_replace_a_newer_save",
         ),
     ),
