@@ -266,8 +266,9 @@ def ensure_coordinator(name: str, *, keeper: Any = None, timeout_s: float = _ASK
 
 
 def _on_head_node() -> Any:
+    # Ray often does not follow a soft wish for a node without CPUs, which a head should be.
     head = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD_RESOURCE in node["Resources"]]
-    return NodeAffinitySchedulingStrategy(head[0], soft=True) if head else "DEFAULT"
+    return NodeAffinitySchedulingStrategy(head[0], soft=False) if head else "DEFAULT"
 
 
 def end_coordinator(name: str, *, generation: int | None = None) -> None:
