@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test nightly lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python jobs/elastic_train.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# What takes too long for every commit: ten thousand new interleavings, and whatever is marked slow.
+nightly: $(STAMP)
+	RAY_DCP_INTERLEAVINGS=10000 $(BIN)/python -m pytest -m "nightly or slow" --timeout=10800
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local test cluster; else Ray writes a token into the home folder
 
@@ -16,6 +17,19 @@ os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 # A run that was started in the background may have it ignored, and so would the programs whose Ctrl-C is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def interleavings() -> settings:
+    """How many random runs of the protocol, and which: by `RAY_DCP_INTERLEAVINGS`, else a few hundred known ones."""
+    wanted = os.environ.get("RAY_DCP_INTERLEAVINGS")
+    return settings(
+        max_examples=int(wanted) if wanted else 250,
+        derandomize=not wanted,
+        stateful_step_count=30,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @pytest.fixture(scope="session")

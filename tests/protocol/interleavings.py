@@ -1,0 +1,775 @@
+"""Ranks, coordinators and a store in one process, of which one at a time goes one step further when told to.
+
+A *fiber* is a thread that runs only between two of its pauses, while everybody else stands still: so a schedule is a
+list of choices, and the same choices are the same run. The fibers are the real halves (``save``, ``load`` over a
+``RemoteCall``; the step that a ``Coordinator`` hands to ``execute``). They pause before a message leaves, until its
+answer is there, at every ``Point``, and before and after each operation of the store. At each pause a fiber can be made
+to fail, or its process be killed: nothing that it does afterwards has any effect.
+
+What must never happen is looked for where it would happen (``World.wrong``), and told after the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import posixpath
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ray_dcp import LocalShards
+from ray_dcp.config import Limits
+from ray_dcp.dcp_io.store_reader import StoreReader
+from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.errors import (
+    CoordinatorLostError,
+    GroupError,
+    ObjectNotFoundError,
+    ObjectTooShortError,
+    StaleGenerationError,
+    StoreError,
+)
+from ray_dcp.layout import METADATA, is_newer, parse_shard_file, shard_files_named_in
+from ray_dcp.progress import advance
+from ray_dcp.protocol.call import Call, RemoteCall, SoloCall, phase
+from ray_dcp.protocol.coordinator import Coordinator
+from ray_dcp.protocol.failures import CheckpointException, RankFailure
+from ray_dcp.protocol.load import LoadRequest, default_load_planner, load
+from ray_dcp.protocol.membership import JoinRequest
+from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, save, stage_save, write_save
+from ray_dcp.protocol.wire import CallId
+from ray_dcp.storage.open import register_scheme
+from ray_dcp.storage.store import ObjectWriter, StoredObject
+
+STALL_S = 5
+ARRIVAL_S = 12
+LIMITS = Limits(stall_timeout_s=STALL_S, arrival_timeout_s=ARRIVAL_S)
+EPOCH_S = 1_000_000_000
+INJECTED = "made to fail"
+EXPECTED_ERRORS = {
+    "CheckpointNotFoundError",
+    "CoordinatorLostError",
+    "RankAbsentError",
+    "RankLostError",
+    "RuntimeError",
+    "StaleGenerationError",
+    "StalledError",
+    "StoreError",
+    "SupersededError",
+}
+"""What a save or load may fail with when ranks and stores fail: all else is a bug."""
+SHAPE = (5, 2)
+KNOWN_GAPS = frozenset({"abandons after a restart", "forgets who asks again"})
+"""What is known to be wrong and not made to happen; each has a test of its own that is expected to fail."""
+_worlds: dict[str, World] = {}
+_names = itertools.count()
+
+
+class Killed(BaseException):
+    """The process of this fiber is gone."""
+
+
+class Fiber:
+    """See the module. ``run`` from outside; ``pause`` from inside."""
+
+    current: ClassVar[Fiber | None] = None
+    undisturbed: ClassVar[bool] = False
+    """Whether fibers go on until they wait for others, without a pause between, save at ``stops_at``."""
+    stops_at: ClassVar[str | None] = None
+
+    def __init__(self, name: str, group: Group, body: Callable[[], None]) -> None:
+        self.name = name
+        self.group = group
+        self.place = "start"
+        self.done = False
+        self.dead = False
+        self.atomic = False
+        self._body = body
+        self._ready: Callable[[], bool] = lambda: True
+        self._thrown: BaseException | None = None
+        self._go, self._back = threading.Lock(), threading.Lock()  # each is held, and released for the other side
+        self._go.acquire()
+        self._back.acquire()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def runnable(self) -> bool:
+        return not self.done and self._ready()
+
+    def run(self, thrown: BaseException | None = None) -> None:
+        """To its next pause, or its end; ``thrown`` is raised where it pauses now."""
+        assert not self.done
+        self._thrown = thrown
+        Fiber.current = self
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, daemon=True)
+            self._thread.start()
+        else:
+            self._go.release()
+        self._back.acquire()
+        Fiber.current = None
+        if self.done:
+            self._thread.join()
+
+    def kill(self) -> None:
+        self.dead = True
+        if self._thread is None:
+            self.done = True
+        elif not self.done:
+            self.run()
+
+    def pause(self, place: str, ready: Callable[[], bool] = lambda: True) -> None:
+        if self.dead:
+            raise Killed
+        goes_past = Fiber.stops_at is None or not place.startswith(Fiber.stops_at)
+        if self.atomic or (Fiber.undisturbed and goes_past and ready()):
+            return
+        self.place, self._ready = place, ready
+        self._back.release()
+        self._go.acquire()
+        thrown, self._thrown = self._thrown, None
+        if self.dead:
+            raise Killed
+        if thrown is not None:
+            raise thrown
+
+    def failure_here(self) -> BaseException | None:
+        """What may be raised where this fiber pauses."""
+        what = self.place.split()[0]
+        if what == "point":
+            return RuntimeError(INJECTED)
+        if what == "store":
+            return StoreError(INJECTED, url=self.place)
+        if what == "answer":
+            return CoordinatorLostError("the answer got lost", group=self.group.name)
+        return None
+
+    def _main(self) -> None:
+        try:
+            self._body()
+        except Killed:
+            pass
+        except BaseException as error:
+            self.group.world.wrong(f"{self.name} ended with {error!r}")
+        finally:
+            self.done = True
+            self._back.release()
+
+
+def pause_here(place: str) -> None:
+    if Fiber.current is not None:
+        Fiber.current.pause(place)
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Nobody else gets a turn within the block."""
+    fiber = Fiber.current
+    before = fiber is not None and fiber.atomic
+    if fiber is not None:
+        fiber.atomic = True
+    try:
+        yield
+    finally:
+        if fiber is not None:
+            fiber.atomic = before
+
+
+class World:
+    """The store that everybody shares, what was ever committed in it, and what went wrong."""
+
+    def __init__(self) -> None:
+        self.name = f"world{next(_names)}"
+        self.objects: dict[str, bytes] = {}
+        self.problems: list[str] = []
+        self.committed: dict[str, str] = {}
+        """Checkpoint to the attempt that is committed now."""
+        self.history: dict[str, list[str]] = {}
+        self.tags: dict[str, int] = {}
+        """Attempt to the values that it saves."""
+        self.failed: dict[str, str] = {}
+        """Attempts that a coordinator has called failed."""
+        self.unchecked: dict[str, None] = {}
+        self.now_s = 0.0
+        self._files: dict[str, dict[str, bytes]] = {}
+        self._ticks = itertools.count(1)
+        _worlds[self.name] = self
+
+    def close(self) -> None:
+        del _worlds[self.name]
+
+    def url(self, checkpoint: str = "") -> str:
+        return f"world://{self.name}/{checkpoint}".rstrip("/")
+
+    def wrong(self, problem: str) -> None:
+        self.problems.append(problem)
+
+    def time_ns(self) -> int:
+        """Ranks' clocks disagree."""
+        skew_ns = Fiber.current.group.skew_ns if Fiber.current is not None else 0
+        return EPOCH_S * 10**9 + next(self._ticks) + skew_ns
+
+    def put(self, place: str, content: bytes) -> None:
+        checkpoint, _, key = place.rpartition("/")
+        if key == METADATA:
+            self._commit(checkpoint, content)
+        elif (shard := parse_shard_file(key)) is not None:
+            self._note_shard(checkpoint, shard.attempt)
+        self.objects[place] = content
+
+    def _note_shard(self, checkpoint: str, attempt: str) -> None:
+        fiber = Fiber.current
+        assert isinstance(fiber, RankFiber)
+        if self.tags.setdefault(attempt, fiber.op.tag) != fiber.op.tag:
+            self.wrong(f"attempt {attempt} of {checkpoint} mixes the saves {self.tags[attempt]} and {fiber.op.tag}")
+
+    def _commit(self, checkpoint: str, content: bytes) -> None:
+        files = {f"{checkpoint}/{key}" for key in shard_files_named_in(content)}
+        attempts = {parse_shard_file(posixpath.basename(file)).attempt for file in files}
+        if len(attempts) != 1:
+            self.wrong(f"{checkpoint} is committed with the files of {sorted(attempts)}")
+            return
+        (attempt,) = attempts
+        before = self.committed.get(checkpoint)
+        if before is not None and before != attempt and not is_newer(attempt, before):
+            self.wrong(f"{checkpoint}: the older attempt {attempt} replaces the newer {before}")
+        if missing := files - self.objects.keys():
+            self.wrong(f"{checkpoint}: {attempt} is committed without {sorted(missing)}")
+        self.committed[checkpoint] = attempt
+        self.history.setdefault(checkpoint, []).append(attempt)
+        self._files[checkpoint] = {file: self.objects.get(file, b"") for file in sorted(files)}
+        self.unchecked[checkpoint] = None
+
+    def check(self) -> None:
+        """Everything that is committed is there, bit by bit, and no failed attempt is."""
+        for checkpoint, attempt in self.committed.items():
+            if f"{checkpoint}/{METADATA}" not in self.objects:
+                self.wrong(f"{checkpoint} was committed and is gone")
+            for file, content in self._files[checkpoint].items():
+                if self.objects.get(file) is not content:
+                    self.wrong(f"{file} of the committed attempt {attempt} of {checkpoint} is gone or changed")
+            if attempt in self.failed:
+                self.wrong(
+                    f"attempt {attempt} of {checkpoint} is committed and called failed by {self.failed[attempt]}"
+                )
+        for checkpoint in self.unchecked:
+            self.check_content(checkpoint)
+        self.unchecked = {}
+        if self.problems:
+            raise AssertionError("\n".join(self.problems))
+
+    def check_content(self, checkpoint: str) -> None:
+        """Read it as a user does: it is the whole of what one save was to write."""
+        found = template_of(0, 1)
+        location = self.url(checkpoint.rpartition("/")[2])
+        read_into(found, location, SoloCall("load", location))
+        self.require_tag(found, self.tags[self.committed[checkpoint]], 0, 1, f"{checkpoint} as committed")
+
+    def require_tag(self, found: dict[str, Any], tag: int, rank: int, world_size: int, what: str) -> None:
+        wanted = state_of(tag, rank, world_size)
+        same = found["python"] == wanted["python"] and torch.equal(found["copies"], wanted["copies"])
+        for offsets, chunk in wanted["rows"].chunks.items():
+            same = same and torch.equal(found["rows"].chunks[offsets], chunk)
+        if not same:
+            self.wrong(f"{what}: is not the whole of save {tag}: {found}")
+
+
+def state_of(tag: int, rank: int, world_size: int) -> dict[str, Any]:
+    """What rank ``rank`` holds at the save ``tag``: sharded rows, a replicated tensor, a Python value."""
+    rows = torch.arange(SHAPE[0] * SHAPE[1]).reshape(SHAPE) + 1000 * tag
+    start, stop = (SHAPE[0] * one // world_size for one in (rank, rank + 1))
+    return {
+        "rows": LocalShards(SHAPE, {(start, 0): rows[start:stop].clone()}),
+        "copies": torch.full((3,), float(tag)),
+        "python": ("save", tag),
+    }
+
+
+def template_of(rank: int, world_size: int) -> dict[str, Any]:
+    return state_of(-1, rank, world_size)
+
+
+def read_into(template: dict[str, Any], location: str, call: Call) -> None:
+    planner = default_load_planner(None, cast=False, trusted=False, checkpoint_id=location)
+    load(LoadRequest(template, location, StoreReader(location), planner, True, False), call)
+
+
+class SteppingStore:
+    """The objects of a world. A put's last look and its effect are one step, as close as a backend can make them."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._world_name, _, self._root = url.removeprefix("world://").partition("/")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SteppingStore, (self.url,)
+
+    @property
+    def _world(self) -> World:
+        return _worlds[self._world_name]
+
+    def _place(self, key: str) -> str:
+        return posixpath.normpath(f"/{self._root}/{key}")
+
+    def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:
+        pause_here(f"store put {key}")
+        with at_once():
+            if last_look is not None:
+                last_look()
+            self._world.put(self._place(key), bytes(content))
+        pause_here(f"store put {key}: done")
+
+    def put_new(self, key: str) -> AbstractContextManager[ObjectWriter]:
+        return self._put_new(key)
+
+    @contextmanager
+    def _put_new(self, key: str) -> Iterator[ObjectWriter]:
+        pause_here(f"store create {key}")
+        writer = _Writer()
+        yield writer
+        pause_here(f"store close {key}")
+        if self._place(key) in self._world.objects:
+            raise StoreError("cannot create: File exists", url=self.url, key=key)
+        self._world.put(self._place(key), bytes(writer.buffer))
+        pause_here(f"store close {key}: done")
+
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        pause_here(f"store get {key}")
+        content = self._world.objects.get(self._place(key))
+        if content is None:
+            raise ObjectNotFoundError("cannot read: No such file", url=self.url, key=key)
+        advance(len(content))
+        end = len(content) if nbytes is None else offset + nbytes
+        if max(offset, end) > len(content):
+            raise ObjectTooShortError(f"{len(content)} bytes are there", url=self.url, key=key)
+        return content[offset:end]
+
+    def list(self, prefix: str = "") -> Sequence[StoredObject]:
+        pause_here(f"store list {prefix}")
+        root = self._place(prefix).rstrip("/") + "/"
+        cut = len(self._place("").rstrip("/")) + 1
+        return [
+            StoredObject(place[cut:], len(content), float(EPOCH_S))
+            for place, content in sorted(self._world.objects.items())
+            if place.startswith(root)
+        ]
+
+    def list_folders(self, prefix: str = "") -> Sequence[str]:
+        root = self._place(prefix).rstrip("/") + "/"
+        below = [place[len(root) :] for place in self._world.objects if place.startswith(root)]
+        return sorted({name.partition("/")[0] for name in below if "/" in name})
+
+    def delete(self, key: str) -> None:
+        pause_here(f"store delete {key}")
+        self._world.objects.pop(self._place(key), None)
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> int:
+        view = memoryview(chunk).cast("B") if len(memoryview(chunk)) else memoryview(b"")
+        self.buffer += view
+        advance(len(view))
+        return len(view)
+
+    def tell(self) -> int:
+        return len(self.buffer)
+
+
+register_scheme("world", SteppingStore)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One call of a group: what all its ranks do."""
+
+    kind: str
+    checkpoint: str
+    tag: int
+    staged: bool
+
+
+@dataclass
+class Process:
+    """One rank of one generation, as it is and as its coordinator knows it."""
+
+    request: JoinRequest
+    joining: Future[int] | None = None
+    generation: int | None = None
+    alive: bool = True
+    known_lost: bool = False
+    num_calls: int = 0
+    fibers: list[RankFiber] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.request.rank
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.fibers) and not self.fibers[-1].done
+
+
+@dataclass
+class Wait:
+    """A part at the coordinator, and whether its answer can still come."""
+
+    call_id: CallId
+    rank: int
+    phase: str
+    message: bytes
+    epoch: int
+    future: Future[bytes]
+    lost: bool = False
+
+
+class RankFiber(Fiber):
+    """One rank in one call."""
+
+    def __init__(self, process: Process, op: Op, group: Group) -> None:
+        assert process.generation is not None
+        self.process = process
+        self.op = op
+        self.call_id = CallId(process.generation, process.num_calls, op.kind)
+        self.epochs = {group.epoch}
+        self.sending: tuple[str, bytes] | None = None
+        self.sent_results = False
+        self.waiting: Wait | None = None
+        self.outcome: Any = None
+        self.call = RemoteCall(
+            rank=process.rank,
+            world_size=process.request.world_size,
+            kind=op.kind,
+            checkpoint_id=group.world.url(op.checkpoint) if op.checkpoint else "",
+            link=Link(self),
+        )
+        super().__init__(f"{process.request.member}, {op.kind} {self.call_id.number}", group, self._do)
+
+    def _do(self) -> None:
+        try:
+            self.outcome = {"save": self._save, "load": self._load, "barrier": self._barrier}[self.op.kind]()
+        except CheckpointException as error:
+            self.outcome = error
+            for failure in error.rank_failures:
+                text = f"{failure.error_type}: {failure.message}"
+                made_up = failure.error_type in ("RuntimeError", "StoreError")
+                if failure.error_type not in EXPECTED_ERRORS or (made_up and not _is_ours(text)):
+                    self.group.world.wrong(f"{self.name} failed with {error}")
+
+    def _save(self) -> Metadata:
+        location = self.call.checkpoint_id
+        state = state_of(self.op.tag, self.process.rank, self.process.request.world_size)
+        request = SaveRequest(state, location, StoreWriter(location), default_save_planner(None))
+        if self.op.staged:
+            metadata = write_save(stage_save(plan_save(request, self.call), self.call), self.call)
+        else:
+            metadata = save(request, self.call)
+        attempts = {parse_shard_file(info.relative_path).attempt for info in metadata.storage_data.values()}
+        committed = self.group.world.history.get(f"/{self.op.checkpoint}", [])
+        if len(attempts) != 1 or not attempts <= set(committed):
+            self.group.world.wrong(f"{self.name} was told that {attempts} is committed, but only {committed} are")
+        return metadata
+
+    def _load(self) -> int:
+        world, rank, world_size = self.group.world, self.process.rank, self.process.request.world_size
+        before = len(world.history.get(f"/{self.op.checkpoint}", [1])) - 1
+        found = template_of(rank, world_size)
+        read_into(found, self.call.checkpoint_id, self.call)
+        tag = found["python"][1]
+        world.require_tag(found, tag, rank, world_size, self.name)
+        # This rank may have come to the call when others had opened the checkpoint already.
+        if tag not in [world.tags[one] for one in world.history[f"/{self.op.checkpoint}"]]:
+            world.wrong(f"{self.name} loaded save {tag}, which was never committed ({before})")
+        self.group.note_loaded(self, tag)
+        return tag
+
+    def _barrier(self) -> None:
+        with phase(self.call, "arrive"):
+            self.call.exchange("arrive", None)
+
+
+def _is_ours(text: str) -> bool:
+    return INJECTED in text or "given up before its commit" in text
+
+
+class Link:
+    """As ``CallLink``: each message may be on its way for a while, and its coordinator may die."""
+
+    def __init__(self, fiber: RankFiber) -> None:
+        self._fiber = fiber
+
+    def send(self, phase: str, message: bytes) -> bytes:
+        fiber, group = self._fiber, self._fiber.group
+        epoch = group.epoch
+        fiber.sending = (phase, message)
+        fiber.sent_results = fiber.sent_results or phase == "write"
+        fiber.pause(f"send {phase}")
+        fiber.sending = None
+        if group.epoch != epoch:
+            raise CoordinatorLostError("died", group=group.name)
+        wait = fiber.waiting = group.deliver(fiber.call_id, fiber.process.rank, phase, message)
+        fiber.epochs.add(epoch)
+        fiber.pause(f"answer {phase}", ready=lambda: wait.lost or wait.future.done())
+        fiber.waiting = None
+        if wait.lost:
+            raise CoordinatorLostError("died", group=group.name)
+        return wait.future.result(timeout=0)
+
+    def tell(self, failure: RankFailure) -> None:
+        group = self._fiber.group
+        self._fiber.pause("tell")
+        group.coordinator.fail(self._fiber.call_id, failure)
+
+    def reconnect(self) -> None:
+        """There always is a coordinator."""
+
+
+class Group:
+    """A group's processes and its coordinator, which may be another one tomorrow (``epoch``)."""
+
+    def __init__(self, name: str, world: World, skew_ns: int = 0) -> None:
+        self.name = name
+        self.world = world
+        self.skew_ns = skew_ns
+        self.epoch = 0
+        self.now_s = 0.0
+        self.processes: list[Process] = []
+        self.ops: dict[int, list[Op]] = {}
+        self.steps: list[Fiber] = []
+        self.waits: list[Wait] = []
+        self._incarnations = itertools.count()
+        self._members = itertools.count()
+        self._loaded: dict[tuple[CallId, int], int] = {}
+        self._ended: dict[tuple[CallId, int], tuple[str, int]] = {}
+        self._generations = [0]
+        self.coordinator = self._new_coordinator()
+        self._record = pickle.dumps(self.coordinator.record)
+
+    def _new_coordinator(self) -> Coordinator:
+        return Coordinator(self.name, execute=self._begin_step, clock=lambda: self.now_s)
+
+    def _begin_step(self, step: Callable[[], None]) -> None:
+        self.steps.append(Fiber(f"coordinator {self.name}/{self.epoch}, step {len(self.steps)}", self, step))
+
+    @property
+    def members(self) -> list[Process]:
+        """The current generation."""
+        return [one for one in self.processes if one.generation == self.coordinator.generation]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the current generation can make a call that works."""
+        return bool(self.members) and all(one.alive and not one.known_lost for one in self.members)
+
+    @property
+    def fibers(self) -> list[Fiber]:
+        """Those that can go on."""
+        of_ranks = [fiber for process in self.processes for fiber in process.fibers]
+        return [fiber for fiber in (*of_ranks, *self.steps) if fiber.runnable]
+
+    @property
+    def unfinished(self) -> list[RankFiber]:
+        return [fiber for process in self.processes for fiber in process.fibers if not fiber.done]
+
+    # Membership.
+
+    def start(self, world_size: int, *, incarnations: bool) -> None:
+        """Processes that are to join; those before them that still wait to are stopped."""
+        for process in self.processes:
+            if process.generation is None and process.alive:
+                self.kill(process, delivered=False)
+                self.tell_lost(process)
+        incarnation = f"{next(self._incarnations):03}" if incarnations else None
+        self.processes += [
+            Process(JoinRequest(rank, world_size, f"{self.name}{next(self._members)}/{rank}", incarnation, LIMITS))
+            for rank in range(world_size)
+        ]
+
+    def join(self, process: Process) -> None:
+        future = process.joining = self.coordinator.join(process.request)
+        self.write_record()
+        self.notice_joined()
+        if future.done() and future.exception(0) is not None:
+            self.world.wrong(f"{process.request} was refused: {future.exception(0)!r}")
+
+    def notice_joined(self) -> None:
+        for process in self.processes:
+            if process.joining is not None and process.generation is None and process.joining.done():
+                if process.joining.cancelled() or process.joining.exception(0) is not None:
+                    continue
+                process.generation = process.joining.result(0)
+                if process.generation < self._generations[-1]:
+                    self.world.wrong(f"{process.request.member} joined {process.generation} after {self._generations}")
+                if process.generation != self._generations[-1]:
+                    self._generations.append(process.generation)
+
+    def write_record(self) -> None:
+        self._record = pickle.dumps(self.coordinator.record)
+
+    def kill(self, process: Process, *, delivered: bool) -> None:
+        """The process ends, unnoticed so far. What it was sending may still arrive."""
+        process.alive = False
+        for fiber in process.fibers:
+            if not fiber.done:
+                sending, epoch = fiber.sending, self.epoch
+                fiber.kill()
+                if sending is not None and delivered and epoch in fiber.epochs:
+                    self.deliver(fiber.call_id, process.rank, *sending)
+
+    def tell_lost(self, process: Process) -> None:
+        """Its coordinator hears that it is dead, whether that is true or not."""
+        process.known_lost = True
+        self.coordinator.member_lost(process.request.member, "killed")
+
+    def leave(self, process: Process) -> None:
+        assert process.generation is not None
+        self.kill(process, delivered=False)
+        self.coordinator.leave(process.generation, process.rank)
+        process.known_lost = True
+        self.write_record()
+
+    def restart_coordinator(self, *, steps_go_on: bool, lost_answers: int, anyhow: bool = False) -> None:
+        """Another process takes over; the old one's steps end with it, or go on for a while where nobody sees it."""
+        avoided = not anyhow and "abandons after a restart" in KNOWN_GAPS
+        if avoided and any(fiber.sent_results for fiber in self.unfinished):
+            return
+        old = self.epoch
+        self.epoch += 1
+        for number, wait in enumerate(self.waits):
+            if wait.epoch == old:
+                wait.lost = not wait.future.done() or bool(lost_answers >> number % 8 & 1)
+        for step in self.steps:
+            if not step.done and not steps_go_on:
+                step.kill()
+        self.coordinator = self._new_coordinator()
+        self.coordinator.restore(pickle.loads(self._record))
+        for process in self.processes:
+            if process.generation is None and process.joining is not None and process.alive:
+                process.joining = None  # it comes again
+            process.known_lost = process.rank in self.coordinator.record.lost and process in self.members
+
+    # Calls.
+
+    def begin(self, process: Process, op: Op) -> RankFiber:
+        """The next call of this rank: ``op``, unless other ranks are there already."""
+        assert process.generation is not None
+        ops = self.ops.setdefault(process.generation, [])
+        if len(ops) == process.num_calls:
+            ops.append(op)
+        fiber = RankFiber(process, ops[process.num_calls], self)
+        process.num_calls += 1
+        process.fibers.append(fiber)
+        return fiber
+
+    def deliver(self, call_id: CallId, rank: int, phase: str, message: bytes) -> Wait:
+        """A part arrives. One of an older generation must be refused."""
+        try:
+            future = self.coordinator.contribute(call_id, rank, phase, message)
+        except StaleGenerationError:
+            if call_id.generation == self.coordinator.generation:
+                self.world.wrong(f"{call_id} of rank {rank} was refused as stale")
+            raise
+        if call_id.generation != self.coordinator.generation:
+            self.world.wrong(f"{call_id} of rank {rank} was taken at generation {self.coordinator.generation}")
+        wait = Wait(call_id, rank, phase, message, self.epoch, future)
+        self.waits.append(wait)
+        future.add_done_callback(lambda _: self._note_answer(wait))
+        return wait
+
+    def _note_answer(self, wait: Wait) -> None:
+        """All ranks of a call hear the same of one coordinator: that it is done, or one and the same failure."""
+        if wait.epoch != self.epoch:
+            return
+        last = {"save": "write", "load": "restore", "barrier": "arrive"}[wait.call_id.kind]
+        error = wait.future.exception(0)
+        if isinstance(error, CheckpointException):
+            ended = (f"failed in {error.phase}: ranks {error.failed_ranks}: {error.args[0]}", 0)
+        elif wait.phase == last:
+            ended = ("is done", 0)
+        else:
+            return
+        before = self._ended.setdefault((wait.call_id, wait.epoch), ended)
+        if before != ended:
+            self.world.wrong(f"{wait.call_id}: rank {wait.rank} hears that it {ended[0]}, others that it {before[0]}")
+
+    def note_loaded(self, fiber: RankFiber, tag: int) -> None:
+        if len(fiber.epochs) == 1:
+            before = self._loaded.setdefault((fiber.call_id, max(fiber.epochs)), tag)
+            if before != tag:
+                self.world.wrong(f"{fiber.name} loaded save {tag}, another rank save {before}")
+
+    def redeliver(self, wait: Wait) -> None:
+        """A message comes once more, however late."""
+        known = self.coordinator._calls.get(wait.call_id)
+        if "forgets who asks again" in KNOWN_GAPS and known is not None and known.ended and not known._answers:
+            return
+        try:
+            again = self.deliver(wait.call_id, wait.rank, wait.phase, wait.message)
+        except GroupError:
+            return
+        same_coordinator = wait.epoch == again.epoch and wait.future.done() and not wait.lost
+        if same_coordinator and again.future.done() and wait.future.exception(0) is None:
+            error = again.future.exception(0)
+            if error is None and again.future.result(0) != wait.future.result(0):
+                self.world.wrong(f"{wait.call_id}, rank {wait.rank}, {wait.phase}: another answer the second time")
+
+    def pass_time(self, seconds: float) -> None:
+        """With the coordinator looking at its limits all the while."""
+        while seconds > 0:
+            self.now_s += min(seconds, 0.75)
+            seconds -= 0.75
+            self.coordinator.check_limits()
+
+    def tell_progress(self, fiber: RankFiber) -> None:
+        """As the pulse of its process does."""
+        progress = fiber.call.progress
+        if progress.phase is None:
+            return
+        try:
+            failure = self.coordinator.report_progress(
+                fiber.call_id, fiber.process.rank, progress.phase, progress.mark, progress.nbytes
+            )
+        except StaleGenerationError:
+            return
+        if failure is not None:
+            progress.interrupt(fiber.call.as_failed(failure))
+
+    # What must hold.
+
+    def check(self) -> None:
+        going_on, failed = self.coordinator.attempts
+        if going_on & failed:
+            self.world.wrong(f"attempts {going_on & failed} go on and have failed")
+        for attempt in sorted(failed):
+            self.world.failed.setdefault(attempt, f"{self.name}/{self.epoch}")
+        open_calls = sum(not call.ended for call in self.coordinator._calls.values())
+        if len(self.coordinator._calls) > 65 + open_calls:
+            self.world.wrong(f"{len(self.coordinator._calls)} calls are remembered")
+
+    def check_waits(self) -> None:
+        """Nobody can go on: then whoever waits, waits for a rank that has not come and may still come."""
+        for fiber in self.unfinished:
+            if fiber.call_id.generation != self.coordinator.generation:
+                self.world.wrong(f"{fiber.name} still waits after its generation has ended")
+            elif not self._may_wait(fiber):
+                self.world.wrong(f"{fiber.name} waits at {fiber.place!r} for nobody")
+
+    def _may_wait(self, fiber: RankFiber) -> bool:
+        for other in self.members:
+            if other.known_lost:
+                continue  # that fails the call; a rank of which nobody knows does not
+            number = fiber.call_id.number
+            if not other.alive or other.num_calls <= number:
+                return True
+            if other.fibers[number].done and len(fiber.epochs | other.fibers[number].epochs) > 1:
+                return True  # it had its answer of a coordinator before
+        return False
