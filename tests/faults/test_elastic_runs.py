@@ -33,7 +33,7 @@ def require_whole_checkpoints(root: Path) -> list[int]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mode", ["pool", "trainer"])
+@pytest.mark.parametrize("mode", ["pool", pytest.param("trainer", marks=pytest.mark.soak)])
 def test_a_run_that_loses_and_gains_nodes_ends_as_if_it_had_not(mode: str, tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, elastic_runs.__file__, mode, str(tmp_path)], capture_output=True, text=True, timeout=380

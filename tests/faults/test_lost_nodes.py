@@ -40,6 +40,7 @@ def test_a_lost_node_is_named_within_seconds_under_fast_health_checks():
     assert ended["before manifest"]["left"] == [1.0, 3.0]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_frozen_node_that_was_declared_dead_wakes_up_and_changes_nothing():
     """What it has left is not part of any checkpoint: the program itself checks that, after it has woken up."""
@@ -49,6 +50,7 @@ def test_a_frozen_node_that_was_declared_dead_wakes_up_and_changes_nothing():
         assert ended[point]["left"] == [1.0, 2.0]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_lost_node_is_named_in_time_under_rays_default_health_checks():
     (ended,) = lose_nodes("default", "mid write").values()
