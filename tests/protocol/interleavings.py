@@ -17,7 +17,7 @@ import posixpath
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -89,6 +89,8 @@ class Fiber:
         self.name = name
         self.group = group
         self.place = "start"
+        self.epoch: int | None = None
+        """Of the coordinator whose step this is."""
         self.done = False
         self.dead = False
         self.atomic = False
@@ -197,6 +199,8 @@ class World:
         """Attempt to the values that it saves."""
         self.failed: dict[str, str] = {}
         """Attempts that a coordinator has called failed."""
+        self.told_failed: dict[str, int] = {}
+        """Attempts of which ranks were told that they have failed, and by which coordinator of theirs."""
         self.unchecked: dict[str, None] = {}
         self.now_s = 0.0
         self._files: dict[str, dict[str, bytes]] = {}
@@ -241,6 +245,8 @@ class World:
         before = self.committed.get(checkpoint)
         if before is not None and before != attempt and not is_newer(attempt, before):
             self.wrong(f"{checkpoint}: the older attempt {attempt} replaces the newer {before}")
+        if before != attempt and self.told_failed.get(attempt, -1) == getattr(Fiber.current, "epoch", None):
+            self.wrong(f"{checkpoint}: {attempt} is committed after its ranks were told that it has failed")
         if missing := files - self.objects.keys():
             self.wrong(f"{checkpoint}: {attempt} is committed without {sorted(missing)}")
         self.committed[checkpoint] = attempt
@@ -555,7 +561,7 @@ class Group:
         self._incarnations = itertools.count()
         self._members = itertools.count()
         self._loaded: dict[tuple[CallId, int], int] = {}
-        self._ended: dict[tuple[CallId, int], tuple[str, int]] = {}
+        self._ended: dict[tuple[CallId, int], str] = {}
         self._generations = [0]
         self.coordinator = self._new_coordinator()
         self._record = pickle.dumps(self.coordinator.record)
@@ -564,7 +570,9 @@ class Group:
         return Coordinator(self.name, execute=self._begin_step, clock=lambda: self.now_s)
 
     def _begin_step(self, step: Callable[[], None]) -> None:
-        self.steps.append(Fiber(f"coordinator {self.name}/{self.epoch}, step {len(self.steps)}", self, step))
+        fiber = Fiber(f"coordinator {self.name}/{self.epoch}, step {len(self.steps)}", self, step)
+        fiber.epoch = self.epoch
+        self.steps.append(fiber)
 
     @property
     def members(self) -> list[Process]:
@@ -629,7 +637,8 @@ class Group:
                 sending, epoch = fiber.sending, self.epoch
                 fiber.kill()
                 if sending is not None and delivered and epoch in fiber.epochs:
-                    self.deliver(fiber.call_id, process.rank, *sending)
+                    with suppress(GroupError):
+                        self.deliver(fiber.call_id, process.rank, *sending)
 
     def tell_lost(self, process: Process) -> None:
         """Its coordinator hears that it is dead, whether that is true or not."""
@@ -698,14 +707,17 @@ class Group:
         last = {"save": "write", "load": "restore", "barrier": "arrive"}[wait.call_id.kind]
         error = wait.future.exception(0)
         if isinstance(error, CheckpointException):
-            ended = (f"failed in {error.phase}: ranks {error.failed_ranks}: {error.args[0]}", 0)
+            ended = f"failed in {error.phase}: ranks {error.failed_ranks}: {error.args[0]}"
+            call = self.coordinator._calls.get(wait.call_id)
+            if call is not None and call.attempt:
+                self.world.told_failed[call.attempt] = self.epoch
         elif wait.phase == last:
-            ended = ("is done", 0)
+            ended = "is done"
         else:
             return
         before = self._ended.setdefault((wait.call_id, wait.epoch), ended)
         if before != ended:
-            self.world.wrong(f"{wait.call_id}: rank {wait.rank} hears that it {ended[0]}, others that it {before[0]}")
+            self.world.wrong(f"{wait.call_id}: rank {wait.rank} hears that it {ended}, others that it {before}")
 
     def note_loaded(self, fiber: RankFiber, tag: int) -> None:
         if len(fiber.epochs) == 1:

@@ -137,8 +137,12 @@ class Interleavings(RuleBasedStateMachine):
     def meet(self, fiber: Fiber, accident: str, who: int) -> None:
         if accident == "fail" and (failure := fiber.failure_here()) is not None:
             fiber.run(failure)
-        elif accident == "die" and isinstance(fiber, RankFiber):
-            fiber.group.kill(fiber.process, delivered=who % 2 == 0)
+        elif accident == "die":
+            members = [fiber.process] if isinstance(fiber, RankFiber) else fiber.group.members
+            process = members[who % len(members)] if members else None
+            if process is not None and process.alive:
+                fiber.group.kill(process, delivered=who % 2 == 0)
+                fiber.group.tell_lost(process)
         elif accident == "coordinator dies":
             fiber.group.restart_coordinator(steps_go_on=who % 2 == 0, lost_answers=who * 37)
         elif accident == "time passes":
