@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_dcp.cluster.coordinator_actor import end_coordinator, ensure_coordinator
@@ -20,6 +26,9 @@ from ray_dcp.errors import ConfigError, GroupError, NotEnoughResourcesError, Ran
 
 _PLACEMENT_TIMEOUT_S = 15.0
 """Resources that are free now are placed in milliseconds; what takes this long is not there."""
+_RELEASE_TIMEOUT_S = 5.0
+"""What stopped ranks had is free again within a second; a lost node that Ray takes for alive never gives it back."""
+_LOOK_AGAIN_S = 0.05
 _START_TIMEOUT_S = 300.0
 _LAST_WORDS_S = 5.0
 """When one rank is lost: how long the others have to show that they are, too."""
@@ -138,6 +147,11 @@ class RankPool:
             resources_per_rank=self.resources_per_rank,
         )
 
+    def _num_placed(self, placement: PlacementGroup) -> int:
+        """How many ranks have room on live nodes."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return sum(node_id in alive for node_id in placement_group_table(placement)["bundles_to_node_id"].values())
+
     def _num_fitting(self) -> int:
         """How many ranks the free resources of all live nodes have room for."""
         needed = {name: amount for name, amount in self.resources_per_rank.items() if amount}
@@ -196,12 +210,18 @@ class RankPool:
         return lost
 
     def _stop_ranks(self) -> None:
+        """Return when what the ranks had is free again: who counts before that takes it for missing."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-            self._placement = None
+        if self._placement is None:
+            return
+        room = self._num_fitting() + self._num_placed(self._placement)
+        remove_placement_group(self._placement)
+        self._placement = None
+        deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+        while self._num_fitting() < room and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
 
 
 @dataclass(frozen=True, slots=True)

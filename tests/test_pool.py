@@ -133,3 +133,14 @@ def test_bad_settings_are_refused_when_made(arguments, setting):
 def test_a_ray_remote_class_serves_as_well(ray_session):
     with dcp.RankPool(ray.remote(Holder), name="remote", max_ranks=1, resources_per_rank=SMALL) as pool:
         assert pool.run("place") == [(0, 1, 1)]
+
+
+def test_a_restart_has_what_the_ranks_before_had(ray_session):
+    with dcp.RankPool(Holder, name="whole", max_ranks=3, resources_per_rank={"CPU": 5}) as pool:
+        assert [pool.world_size, *(pool.restart() for _ in range(3))] == [3, 3, 3, 3]
+
+
+def test_a_pool_has_what_one_before_it_had(ray_session):
+    for name in ("former", "latter"):
+        with dcp.RankPool(Holder, name=name, max_ranks=3, resources_per_rank={"CPU": 5}) as pool:
+            assert pool.world_size == 3
