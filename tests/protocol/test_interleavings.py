@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import ray_dcp.layout
-from ray_dcp.errors import GroupError
+from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.errors import GroupError, SupersededError
+from ray_dcp.layout import ShardFile
 from ray_dcp.maintenance.sweep import delete_leftovers, plan_sweep
 from ray_dcp.points import observed_by
 from tests.conftest import interleavings
@@ -365,3 +367,14 @@ def test_an_attempt_whose_last_put_failed_after_it_took_effect_is_not_called_fai
     run_all(group)
     assert group.world.committed
     assert not group.coordinator.attempts[1]
+
+
+@pytest.mark.xfail("ties between attempts" in KNOWN_GAPS, reason="known gap", strict=True)
+def test_of_two_attempts_that_began_at_once_the_older_one_by_name_does_not_commit_last(group):
+    older, newer = (f"{EPOCH_S * 10**9:016x}{number:08x}" for number in (1, 2))
+    for attempt in (older, newer):
+        group.world.objects[f"/{CHECKPOINTS[0]}/{ShardFile(0, 0, attempt).key}"] = b""
+    writer = StoreWriter(group.world.url(CHECKPOINTS[0]))
+    writer._attempt = older
+    with pytest.raises(SupersededError):
+        writer._require_newest()
