@@ -57,6 +57,7 @@ INJECTED = "made to fail"
 EXPECTED_ERRORS = {
     "CheckpointNotFoundError",
     "CoordinatorLostError",
+    "GroupError",
     "RankAbsentError",
     "RankLostError",
     "RuntimeError",
@@ -471,7 +472,7 @@ class RankFiber(Fiber):
             self.outcome = error
             for failure in error.rank_failures:
                 text = f"{failure.error_type}: {failure.message}"
-                made_up = failure.error_type in ("RuntimeError", "StoreError")
+                made_up = failure.error_type in ("GroupError", "RuntimeError", "StoreError")
                 if failure.error_type not in EXPECTED_ERRORS or (made_up and not _is_ours(text)):
                     self.group.world.wrong(f"{self.name} failed with {error}")
 
@@ -508,7 +509,8 @@ class RankFiber(Fiber):
 
 
 def _is_ours(text: str) -> bool:
-    return INJECTED in text or "given up before its commit" in text
+    expected = (INJECTED, "given up before its commit", "and gone on to a later")
+    return any(one in text for one in expected)
 
 
 def _failed_in_commit(call: OpenCall) -> bool:
