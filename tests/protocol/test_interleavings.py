@@ -230,10 +230,8 @@ class Interleavings(RuleBasedStateMachine):
                 if not process.alive and process in group.members:
                     group.tell_lost(process)
             self.drain()
-            for process in list(group.members):
-                while process.alive and process.num_calls < len(group.ops.get(process.generation, [])):
-                    self.start_call(group, process, "save", CHECKPOINTS[0], False)
-                    self.drain()
+            while any([self.catch_up(group, process) for process in group.members]):
+                self.drain()
             group.pass_time(40)
             self.drain()
             for fiber in group.unfinished:
@@ -242,6 +240,11 @@ class Interleavings(RuleBasedStateMachine):
                 if wait.epoch == group.epoch and not wait.future.done():
                     self.world.wrong(f"{wait.call_id}, rank {wait.rank}, {wait.phase!r}: an answer that never comes")
         self.promises_are_kept()
+
+    def catch_up(self, group: Group, process: Process) -> bool:
+        """Whether this rank begins a call that others have made."""
+        lags = process.num_calls < len(group.ops.get(process.generation, []))
+        return lags and self.start_call(group, process, "save", CHECKPOINTS[0], False) is not None
 
     def go_on_afterwards(self) -> None:
         """The next save and load work at once."""
