@@ -77,4 +77,9 @@ def started_ns(attempt: str) -> int:
 
 def is_newer(attempt: str, other: str) -> bool:
     """Whether ``attempt`` started after ``other``; of two that started at once one is the newer."""
-    return (started_ns(attempt), attempt) > (started_ns(other), other)
+    return attempt_order(attempt) > attempt_order(other)
+
+
+def attempt_order(attempt: str) -> tuple[int, str]:
+    """Sorts attempts by their start, and those that started at once in some way that is always the same."""
+    return started_ns(attempt), attempt

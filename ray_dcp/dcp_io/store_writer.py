@@ -33,7 +33,7 @@ from ray_dcp.errors import (
     StoreError,
     SupersededError,
 )
-from ray_dcp.layout import MANIFEST, METADATA, ShardFile, is_newer, new_attempt, parse_shard_file, started_ns
+from ray_dcp.layout import MANIFEST, METADATA, ShardFile, attempt_order, is_newer, new_attempt, parse_shard_file
 from ray_dcp.manifest import Entry, Manifest, decode_facts, encode_manifest, metadata_digest
 from ray_dcp.planning.state_dict import record_settings, tensor_problem
 from ray_dcp.points import Point, reached
@@ -193,7 +193,7 @@ class StoreWriter(StorageWriter):
     def _require_newest(self) -> None:
         if self._given_up:
             raise StoreError("this save was given up before its commit", url=self.checkpoint_id)
-        newest = max(_attempts_in(self.store), key=started_ns, default="")
+        newest = max(_attempts_in(self.store), key=attempt_order, default="")
         if newest and is_newer(newest, self._attempt):
             raise SupersededError(checkpoint_id=self.checkpoint_id, attempt=self._attempt, newer=newest)
         self._require_all_there()

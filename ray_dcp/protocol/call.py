@@ -38,6 +38,8 @@ class Call(Protocol):
     """A ``CheckpointException`` before that is not this call's: a hook of the user's has made another one, say."""
     progress: Progress
     """How far this rank is; whoever waits for it looks at this."""
+    started_over: bool
+    """The coordinator died during this call: nobody here knows how far it had come."""
 
     def exchange(self, phase: str, part: Any) -> Any:
         """Send this rank's part, return its answer. Raises ``CheckpointException`` when the call fails anywhere."""
@@ -85,6 +87,7 @@ class SoloCall:
         self.checkpoint_id = checkpoint_id
         self.failed = False
         self.progress = Progress()
+        self.started_over = False
         self._session = SESSIONS[kind]()
 
     def exchange(self, phase: str, part: Any) -> Any:
@@ -139,6 +142,7 @@ class RemoteCall:
         self.checkpoint_id = checkpoint_id
         self.failed = False
         self.progress = Progress()
+        self.started_over = False
         self._link = link
         self._exchanged: list[_Exchanged] = []
 
@@ -183,6 +187,7 @@ class RemoteCall:
 
     def _catch_up(self) -> None:
         """Send to a coordinator that starts over what its predecessor had; the answers must be those it gave."""
+        self.started_over = True
         self._link.reconnect()
         for earlier in self._exchanged:
             try:

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from ray_dcp.config import Limits
-from ray_dcp.errors import RankLostError, StaleGenerationError
+from ray_dcp.errors import GroupError, RankLostError, StaleGenerationError
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
 from ray_dcp.protocol.membership import JoinRequest, Membership, MembershipRecord
 from ray_dcp.protocol.open_call import OpenCall
@@ -63,6 +63,10 @@ class Coordinator:
         self._lock = threading.RLock()
         self._membership = Membership(name)
         self._calls: OrderedDict[CallId, OpenCall] = OrderedDict()
+        self._restored_generation = 0
+        """Of a coordinator before, which may have committed what fails here."""
+        self._first_remembered = 0
+        """Calls of lower numbers have ended and are forgotten."""
         self._dead: deque[str] = deque(maxlen=_REMEMBERED_ATTEMPTS)
         self._heard_s: dict[str, float] = {}
         """When each member that is no actor was last heard of."""
@@ -141,6 +145,7 @@ class Coordinator:
         """Go on with the group of a coordinator that died: its ranks send again what they had sent to that one."""
         with self._lock:
             self._membership.restore(record)
+            self._restored_generation = record.generation
             for member in self._membership.beating:
                 self.heartbeat(member)
 
@@ -209,6 +214,8 @@ class Coordinator:
             if same_number and other.kind != call_id.kind:
                 other_call.fail([_kind_mismatch(rank, call_id.kind, other.kind)])
                 return other_call
+        if call_id not in self._calls and call_id.number < self._first_remembered:
+            raise GroupError(f"{call_id.kind} #{call_id.number} has ended long ago", group=self.name)
         return self._calls[call_id] if call_id in self._calls else self._open(call_id)
 
     def _fail_calls_left_by(self, rank: int, call_id: CallId) -> None:
@@ -239,10 +246,12 @@ class Coordinator:
             self._calls[old].forget_parts()
         for old in ended[:-_REMEMBERED_CALLS]:
             del self._calls[old]
+            self._first_remembered = max(self._first_remembered, old.number + 1)
         return call
 
     def _call_ended(self, call: OpenCall) -> None:
-        if call.attempt is not None and call.failed_for_good:
+        is_ours = self._membership.generation > self._restored_generation
+        if call.attempt is not None and call.failed_for_good and is_ours:
             self._dead.append(call.attempt)
         if call.attempt is not None and self._on_save_ended is not None:
             self._on_save_ended(call.checkpoint_id, committed=call.failure is None)
@@ -264,6 +273,7 @@ class Coordinator:
                 stale = StaleGenerationError(group=self.name, generation=call_id.generation, current=generation)
                 call.fail([RankFailure.from_exception(stale, rank=COORDINATOR, phase=call.phase_now)])
                 del self._calls[call_id]
+        self._first_remembered = 0
 
 
 def _kind_mismatch(rank: int, kind: str, others: str) -> RankFailure:

@@ -76,7 +76,7 @@ class OpenCall:
         """While the coordinator's own step runs: how far that is."""
         self._step_progress = Progress()
         self._failed_while_stepping: list[RankFailure] = []
-        self._step_given_up = False
+        self._commit_began = False
         self.failure: CheckpointException | None = None
         self.ended = False
 
@@ -97,8 +97,8 @@ class OpenCall:
 
     @property
     def failed_for_good(self) -> bool:
-        """Whether the call has failed and nothing of it goes on: a step that was given up may still come to an end."""
-        return self.failure is not None and not self._step_given_up
+        """Whether the call has failed before its commit began: a commit that raised may have taken effect."""
+        return self.failure is not None and not self._commit_began
 
     def put(self, rank: int, phase: str, message: bytes) -> Future[bytes]:
         """Take a rank's part. One that comes again gets the same answer as before."""
@@ -107,6 +107,8 @@ class OpenCall:
             future.set_exception(self.failure)
         elif phase in self._answers:
             future.set_result(self._answers[phase][rank])
+        elif self.ended:
+            raise GroupError("this call has ended, and its answers are forgotten", group=self._group)
         elif phase != self._phase_now:
             # Only a coordinator that started over in the middle of the call has not seen what comes before.
             raise CoordinatorLostError(f"it has no part before {phase!r} of this call", group=self._group)
@@ -145,7 +147,9 @@ class OpenCall:
         )
         if begins:
             self._step_progress = Progress()
-            self._step = _Seen(coordinator_phase(self._id.kind, phase), 0, 0, self._clock())
+            name = coordinator_phase(self._id.kind, phase)
+            self._commit_began = self._commit_began or name == "commit"
+            self._step = _Seen(name, 0, 0, self._clock())
         return begins
 
     def run(self, phase: str) -> None:
@@ -268,7 +272,7 @@ class OpenCall:
         elif self._clock() - step.since_s > limits.stall_limit_s(step.phase):
             # The step may wake up later: it must not commit what the ranks were told is lost.
             self._session.give_up()
-            self._step, self._step_given_up = None, True
+            self._step = None
             self.fail([self._stalled(COORDINATOR, step)])
 
 

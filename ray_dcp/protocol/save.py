@@ -129,7 +129,7 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
             metadata = call.exchange("commit", committed)
         return metadata
     except CheckpointException as error:
-        if _never_began_to_commit(error):
+        if not call.started_over and _never_began_to_commit(error):
             _abandon(planned.writer)
         raise
 
@@ -182,8 +182,8 @@ def _write(planned: PlannedSave, call: Call) -> list[WriteResult]:
 def _never_began_to_commit(error: CheckpointException) -> bool:
     """Whether the failure is some rank's own: then its results never arrived, and without them nothing is committed.
 
-    Where the coordinator failed or is gone, or a commit on rank 0 had begun, ``.metadata`` may have been put: the
-    files must stay.
+    Where the coordinator failed or is gone or has started over, or a commit on rank 0 had begun, ``.metadata`` may
+    have been put: the files must stay.
     """
     return error.phase != "commit" and all(failure.rank != COORDINATOR for failure in error.rank_failures)
 
