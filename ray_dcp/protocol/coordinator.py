@@ -226,7 +226,8 @@ class Coordinator:
         if call_id.kind == "barrier":  # which may be passed while a save goes on in the background
             return
         for earlier, call in self._calls.items():
-            if earlier.number < call_id.number and earlier.kind != "barrier" and call.waits_for(rank):
+            is_before = earlier.generation == call_id.generation and earlier.number < call_id.number
+            if is_before and earlier.kind != "barrier" and call.waits_for(rank):
                 message = f"rank {rank} has left this {earlier.kind} and gone on to a later {call_id.kind}"
                 call.fail([RankFailure(rank, call.phase_now, "GroupError", message, "")])
 
@@ -246,7 +247,8 @@ class Coordinator:
             self._calls[old].forget_parts()
         for old in ended[:-_REMEMBERED_CALLS]:
             del self._calls[old]
-            self._first_remembered = max(self._first_remembered, old.number + 1)
+            if old.generation == call_id.generation:
+                self._first_remembered = max(self._first_remembered, old.number + 1)
         return call
 
     def _call_ended(self, call: OpenCall) -> None:
@@ -272,7 +274,8 @@ class Coordinator:
             if call_id.generation != generation:
                 stale = StaleGenerationError(group=self.name, generation=call_id.generation, current=generation)
                 call.fail([RankFailure.from_exception(stale, rank=COORDINATOR, phase=call.phase_now)])
-                del self._calls[call_id]
+                if call.ended:  # a step that is under way ends it, or the stall limit does
+                    del self._calls[call_id]
         self._first_remembered = 0
 
 

@@ -285,6 +285,24 @@ def test_a_step_of_the_coordinator_that_hangs_is_given_up():
     assert [future.exception(0) for future in next_call] == [None, None]
 
 
+def test_a_step_that_hangs_is_given_up_after_its_group_has_re_formed_too():
+    steps, clock = [], Clock()
+    coordinator = Coordinator("g", execute=steps.append, clock=clock)
+    for tag in "ab":
+        futures = [] if tag == "a" else [arrive(coordinator, rank) for rank in (0, 1)]
+        for rank in (0, 1):
+            coordinator.join(JoinRequest(rank, 2, f"{tag}{rank}", limits=Limits(stall_timeout_s=5)))
+    assert coordinator.generation == 2
+    assert not any(future.done() for future in futures)
+    clock.run(coordinator, 6)
+    assert all("the coordinator made no progress" in str(future.exception(0)) for future in futures)
+    for number in range(100):
+        formed_again = [arrive(coordinator, rank, generation=2, number=number) for rank in (0, 1)]
+        steps.pop()()
+        assert [future.exception(0) for future in formed_again] == [None, None]
+    assert len(coordinator._calls) < 100
+
+
 def test_nobody_is_blamed_for_the_time_in_which_the_coordinator_stood_still():
     coordinator, clock = limited(2, beats=True, stall_timeout_s=5, heartbeat_timeout_s=4)
     waiting = arrive(coordinator, 0)
@@ -430,6 +448,17 @@ def test_many_calls_do_not_pile_up():
     for number in range(500):
         arrive(coordinator, 0, number=number)
     assert len(coordinator._calls) < 100
+
+
+def test_a_part_of_a_call_that_ended_long_ago_is_refused_and_the_next_generation_begins_anew():
+    coordinator = formed(1)
+    for number in range(500):
+        arrive(coordinator, 0, number=number)
+    with pytest.raises(GroupError, match="barrier #3 has ended long ago"):
+        arrive(coordinator, 0, number=3)
+    formed(1, coordinator, tag="b")
+    for number in range(100):
+        assert arrive(coordinator, 0, generation=2, number=number).exception(0) is None
 
 
 def test_a_checkpoint_exception_survives_pickling_with_its_cause():
