@@ -85,34 +85,29 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measure_all(options: argparse.Namespace, console: Any) -> tuple[dict[str, Any], list[str]]:
-    import recovery_parts
-    from ray import cloudpickle
     from recovery_parts import rounds, tables
     from recovery_parts.cluster import SETTINGS
     from side_by_side import machine
     from side_by_side.tables import banner
 
-    # Workers get this code from here, whatever they can import.
-    cloudpickle.register_pickle_by_value(recovery_parts)
     victims = rounds.VICTIMS if options.kill == _BOTH else (options.kill,)
     company, failed = machine.Company(own_load=_OWN_LOAD), []
     found: dict[str, dict[str, list[Any]]] = {victim: {side: [] for side in options.sides} for victim in victims}
     console.print(tables.notes(SETTINGS), highlight=False)
     console.print(banner(company.objections_at_start()))
     limits = {"settle_s": options.settle, "timeout_s": options.timeout}
-    with _quiet_stdout():
-        for run in rounds.runs_in_order(options.sides, victims, options.runs, **limits):
-            what = f"{run.victim} killed, {run.side}, run {run.number + 1} of {options.runs}"
-            with _temporary_folder(options.folder) as folder:
-                where = machine.this_machine(folder)
-                try:
-                    recovery = rounds.measure(run, folder)
-                except (TimeoutError, RuntimeError, rounds.timeline.IncompleteError) as error:
-                    failed.append(f"{what}: {error}")
-                    console.print(f"[red]{failed[-1]}")
-                    continue
-            found[run.victim][run.side].append(recovery)
-            console.print(f"{what}: {recovery.step_s:.2f} s", highlight=False)
+    for run in rounds.runs_in_order(options.sides, victims, options.runs, **limits):
+        what = f"{run.victim} killed, {run.side}, run {run.number + 1} of {options.runs}"
+        with _temporary_folder(options.folder) as folder:
+            where = machine.this_machine(folder)
+            try:
+                recovery = rounds.measure(run, folder)
+            except (RuntimeError, rounds.timeline.IncompleteError) as error:
+                failed.append(f"{what}: {error}")
+                console.print(f"[red]{failed[-1]}")
+                continue
+        found[run.victim][run.side].append(recovery)
+        console.print(f"{what}: {recovery.step_s:.2f} s", highlight=False)
     objections = company.objections()
     _show(found, failed, objections, console)
     report = {
@@ -143,13 +138,6 @@ def _show(
             console.print(tables.verdict(victim, summaries["ray_dcp"], summaries["torch"]), highlight=False)
     console.print("", tables.parts_explained(), tables.failures(failed), sep="\n", highlight=False)
     console.print(banner(objections))
-
-
-@contextlib.contextmanager
-def _quiet_stdout() -> Iterator[None]:
-    """Ray prints on the driver's standard output what a raylet did before it died: pages of it."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
 
 
 @contextlib.contextmanager

@@ -22,14 +22,26 @@ _OBJECT_STORE_NBYTES = 100 * 2**20
 
 
 @contextmanager
-def local_cluster() -> Iterator[None]:
-    """Connect to a cluster of a head, on which no worker fits, and two nodes with room for one worker each."""
-    import ray
-    from elastic.local_nodes import _end_processes_of
-    from ray.cluster_utils import Cluster
+def cluster_folder() -> Iterator[str]:
+    """A folder for Ray; when the block is left no process of the cluster in it is, nor the folder."""
+    import ray  # noqa: F401 - brings psutil, by which the processes are found
+    from elastic.local_nodes import end_processes_of
 
     # A short name: Ray puts sockets there.
     folder = tempfile.mkdtemp(prefix="rr-", dir="/tmp")
+    try:
+        yield folder
+    finally:
+        end_processes_of(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def local_cluster(folder: str) -> Iterator[None]:
+    """Connect to a cluster of a head, on which no worker fits, and two nodes with room for one worker each."""
+    import ray
+    from ray.cluster_utils import Cluster
+
     os.environ["RAY_TMPDIR"] = folder
     on_sigterm = signal.getsignal(signal.SIGTERM)  # Ray puts a handler of its own there, which aborts
     cluster = Cluster()
@@ -42,9 +54,6 @@ def local_cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-        _end_processes_of(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        del os.environ["RAY_TMPDIR"]
 
 
 def kill_rank(pid: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import random
 import threading
 import time
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recovery_parts import timeline
-from recovery_parts.cluster import kill_node_of, kill_rank, local_cluster
+from recovery_parts.cluster import cluster_folder, kill_node_of, kill_rank, local_cluster
 from recovery_parts.events import Event, note, read_events
 from recovery_parts.timeline import Recovery, recovery_of
 
@@ -21,6 +24,9 @@ VICTIMS = (RANK, NODE)
 _KILL: dict[str, Callable[[int], None]] = {RANK: kill_rank, NODE: kill_node_of}
 _LOOK_EVERY_S = 0.05
 _START_TIMEOUT_S = 180.0
+_SPARE_S = 60.0
+"""For the start and the end of the cluster."""
+_PROBLEM = "problem"
 _STEPS_AFTERWARDS = 5
 _MAX_FAILURES = 5
 _POLL_INTERVAL_S = 2.0
@@ -49,19 +55,47 @@ def runs_in_order(sides: Sequence[str], victims: Sequence[str], num_runs: int, *
 
 
 def measure(run: Run, folder: str) -> Recovery:
-    """Do a run in a new cluster. Raises ``TimeoutError`` when training does not go on."""
+    """Do a run in a new cluster. Raises ``RuntimeError`` when training does not go on."""
     events = Path(folder) / "events"
     events.mkdir(parents=True)
-    with local_cluster():
-        _fit_in_background(run, str(events), f"{folder}/storage")
-        begun = _wait_for(events, _trains(num_workers=2), _START_TIMEOUT_S, "training did not begin")
-        settled = begun[-1].at + run.settle_s + random.Random(run.number).uniform(0, _POLL_INTERVAL_S)
-        time.sleep(max(0.0, settled - time.monotonic()))
-        victim = next(event for event in begun if event.kind == timeline.TRAINING and event.facts["rank"] == 1)
-        note(str(events), timeline.KILLED)
-        _KILL[run.victim](victim.pid)
-        _wait_for(events, _trains_again, run.timeout_s, "training did not go on after the kill")
+    # In a process of its own: Ray ends one in which a thread still waits for it when the cluster is left.
+    with cluster_folder() as ray_folder:
+        child = multiprocessing.get_context("spawn").Process(target=_train_and_kill, args=(run, folder, ray_folder))
+        child.start()
+        child.join(_START_TIMEOUT_S + run.settle_s + run.timeout_s + _SPARE_S)
+        if child.is_alive():
+            child.kill()
+            child.join()
+    problem = Path(folder) / _PROBLEM
+    if problem.exists():
+        raise RuntimeError(problem.read_text())
     return recovery_of(read_events(str(events)))
+
+
+def _train_and_kill(run: Run, folder: str, ray_folder: str) -> None:
+    from ray import cloudpickle
+
+    import recovery_parts
+
+    # Workers get this code from here, whatever they can import.
+    cloudpickle.register_pickle_by_value(recovery_parts)
+    events = Path(folder) / "events"
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), local_cluster(ray_folder):
+        try:
+            _until_it_trains_again(run, folder, events)
+        except (TimeoutError, RuntimeError) as error:
+            (Path(folder) / _PROBLEM).write_text(str(error))
+
+
+def _until_it_trains_again(run: Run, folder: str, events: Path) -> None:
+    _fit_in_background(run, str(events), f"{folder}/storage")
+    begun = _wait_for(events, _trains(num_workers=2), _START_TIMEOUT_S, "training did not begin")
+    settled = begun[-1].at + run.settle_s + random.Random(run.number).uniform(0, _POLL_INTERVAL_S)
+    time.sleep(max(0.0, settled - time.monotonic()))
+    victim = next(event for event in begun if event.kind == timeline.TRAINING and event.facts["rank"] == 1)
+    note(str(events), timeline.KILLED)
+    _KILL[run.victim](victim.pid)
+    _wait_for(events, _trains_again, run.timeout_s, "training did not go on after the kill")
 
 
 def _fit_in_background(run: Run, events: str, storage: str) -> None:

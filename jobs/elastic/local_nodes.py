@@ -57,7 +57,7 @@ class LocalNodes:
         self._cluster.shutdown()
 
 
-def _end_processes_of(folder: str) -> None:
+def end_processes_of(folder: str) -> None:
     """Return when no process of the cluster in ``folder`` is left; those that do not end by themselves are killed."""
     import psutil  # Ray brings it
 
@@ -113,7 +113,7 @@ def local_nodes(num_nodes: int) -> Iterator[LocalNodes]:
         yield nodes
     finally:
         nodes.shut_down()
-        _end_processes_of(folder)
+        end_processes_of(folder)
         shutil.rmtree(folder, ignore_errors=True)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
