@@ -96,6 +96,7 @@ def _measure_all(options: argparse.Namespace, console: Any) -> tuple[dict[str, A
     console.print(tables.notes(SETTINGS), highlight=False)
     console.print(banner(company.objections_at_start()))
     limits = {"settle_s": options.settle, "timeout_s": options.timeout}
+    machine.adopt_orphans()
     for run in rounds.runs_in_order(options.sides, victims, options.runs, **limits):
         what = f"{run.victim} killed, {run.side}, run {run.number + 1} of {options.runs}"
         with _temporary_folder(options.folder) as folder:
@@ -106,6 +107,8 @@ def _measure_all(options: argparse.Namespace, console: Any) -> tuple[dict[str, A
                 failed.append(f"{what}: {error}")
                 console.print(f"[red]{failed[-1]}")
                 continue
+            finally:
+                machine.reap_orphans()
         found[run.victim][run.side].append(recovery)
         console.print(f"{what}: {recovery.step_s:.2f} s", highlight=False)
     objections = company.objections()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import platform
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 MAX_OTHERS_CPUS = 0.2
 """CPUs that other programs may have used meanwhile, on average; every system does a little."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 
 
@@ -67,6 +70,18 @@ class Company:
         others_cpus = self.others_cpus()
         busy = [f"other programs used {others_cpus:.1f} CPUs meanwhile"] if others_cpus > MAX_OTHERS_CPUS else []
         return self.objections_at_start() + busy
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes below this one whose own parent dies: what they do is not done by strangers."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_orphans() -> None:
+    """Take note of what ended children have done; call it when nobody else waits for any."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _others_user_s() -> float:
