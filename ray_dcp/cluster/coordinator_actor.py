@@ -105,10 +105,11 @@ class CoordinatorActor:
         except GroupError as error:
             return Outcome(error=error)
 
-    async def contribute(self, call_id: CallId, rank: int, phase: str, message: bytes) -> Outcome:
+    async def contribute(self, call_id: CallId, rank: int, phase: str, message: bytes, again: bool = False) -> Outcome:
         await self._start()
         try:
-            return Outcome(await asyncio.wrap_future(self._coordinator.contribute(call_id, rank, phase, message)))
+            future = self._coordinator.contribute(call_id, rank, phase, message, again=again)
+            return Outcome(await asyncio.wrap_future(future))
         except RayDcpError as error:
             return Outcome(error=error)
 

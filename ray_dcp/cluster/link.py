@@ -81,15 +81,19 @@ class CallLink:
         self._link = link
         self._call_id = call_id
         self._rank = rank
+        self._again = False
 
     def send(self, phase: str, message: bytes) -> bytes:
-        answer: bytes = self._link.ask(self._link.handle.contribute.remote(self._call_id, self._rank, phase, message))
+        answer: bytes = self._link.ask(
+            self._link.handle.contribute.remote(self._call_id, self._rank, phase, message, self._again)
+        )
         return answer
 
     def tell(self, failure: RankFailure) -> None:
         self._link.ask(self._link.handle.fail.remote(self._call_id, failure))
 
     def reconnect(self) -> None:
+        self._again = True
         self._link.reconnect()
 
 

@@ -85,6 +85,8 @@ class StoreWriter(StorageWriter):
         self._written_files: set[str] = set()
         self._written_key: str | None = None
         self._given_up = False
+        self.may_have_committed = False
+        """Whether ``finish`` has come as far as putting ``.metadata``, whatever became of it."""
 
     @property
     def attempt(self) -> str:
@@ -103,7 +105,7 @@ class StoreWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Name the attempt: on the coordinator rank, so that a coordinator that starts over goes on with the same."""
         self._attempt = new_attempt() if is_coordinator else ""
-        self._given_up = False
+        self._given_up = self.may_have_committed = False
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._attempt or None)
@@ -160,9 +162,11 @@ class StoreWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         encoded = encode_metadata(metadata)
         store = self.store
-        if not _holds(store, METADATA, encoded):
+        self.may_have_committed = _holds(store, METADATA, encoded)
+        if not self.may_have_committed:
             store.put(MANIFEST, encode_manifest(self._manifest(stored, encoded)), last_look=self._require_newest)
             reached(Point.BETWEEN_MANIFEST_AND_METADATA)
+            self.may_have_committed = True
             store.put(METADATA, encoded, last_look=self._require_newest)
         reached(Point.AFTER_METADATA)
 

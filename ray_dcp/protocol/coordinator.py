@@ -63,8 +63,6 @@ class Coordinator:
         self._lock = threading.RLock()
         self._membership = Membership(name)
         self._calls: OrderedDict[CallId, OpenCall] = OrderedDict()
-        self._restored_generation = 0
-        """Of a coordinator before, which may have committed what fails here."""
         self._first_remembered = 0
         """Calls of lower numbers have ended and are forgotten."""
         self._dead: deque[str] = deque(maxlen=_REMEMBERED_ATTEMPTS)
@@ -145,20 +143,24 @@ class Coordinator:
         """Go on with the group of a coordinator that died: its ranks send again what they had sent to that one."""
         with self._lock:
             self._membership.restore(record)
-            self._restored_generation = record.generation
             for member in self._membership.beating:
                 self.heartbeat(member)
 
     # Calls.
 
-    def contribute(self, call_id: CallId, rank: int, phase: str, message: bytes) -> Future[bytes]:
+    def contribute(
+        self, call_id: CallId, rank: int, phase: str, message: bytes, *, again: bool = False
+    ) -> Future[bytes]:
         """A rank's part of a phase; its answer, encoded, once all parts are there.
 
+        ``again``: the rank has lost its coordinator during this call, so another one may have had all parts before.
         Raises ``StaleGenerationError`` for a call of an older generation; fails with ``CheckpointException``.
         """
         with self._lock:
             call = self._call(call_id, rank)
             self._fail_calls_left_by(rank, call_id)
+            if again:
+                call.started_over = True
             future = call.put(rank, phase, message)
             complete = call.begin_step(phase)
         if complete:
@@ -252,8 +254,7 @@ class Coordinator:
         return call
 
     def _call_ended(self, call: OpenCall) -> None:
-        is_ours = self._membership.generation > self._restored_generation
-        if call.attempt is not None and call.failed_for_good and is_ours:
+        if call.attempt is not None and call.failed_for_good:
             self._dead.append(call.attempt)
         if call.attempt is not None and self._on_save_ended is not None:
             self._on_save_ended(call.checkpoint_id, committed=call.failure is None)

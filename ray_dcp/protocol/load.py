@@ -34,9 +34,9 @@ from ray_dcp.protocol.sessions import (
     LoadContribution,
     OnRankZero,
     OpenContribution,
-    accepted,
     plan_load_globally,
 )
+from ray_dcp.protocol.set_up import accepted
 
 
 @dataclass(frozen=True, slots=True)

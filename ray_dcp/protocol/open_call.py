@@ -76,7 +76,8 @@ class OpenCall:
         """While the coordinator's own step runs: how far that is."""
         self._step_progress = Progress()
         self._failed_while_stepping: list[RankFailure] = []
-        self._commit_began = False
+        self.started_over = False
+        """Its ranks had another coordinator for it before."""
         self.failure: CheckpointException | None = None
         self.ended = False
 
@@ -97,8 +98,8 @@ class OpenCall:
 
     @property
     def failed_for_good(self) -> bool:
-        """Whether the call has failed before its commit began: a commit that raised may have taken effect."""
-        return self.failure is not None and not self._commit_began
+        """Whether the call has failed and certainly nothing of it is committed, here or by a coordinator before."""
+        return self.failure is not None and not self.started_over and not self._session.may_have_committed
 
     def put(self, rank: int, phase: str, message: bytes) -> Future[bytes]:
         """Take a rank's part. One that comes again gets the same answer as before."""
@@ -147,9 +148,7 @@ class OpenCall:
         )
         if begins:
             self._step_progress = Progress()
-            name = coordinator_phase(self._id.kind, phase)
-            self._commit_began = self._commit_began or name == "commit"
-            self._step = _Seen(name, 0, 0, self._clock())
+            self._step = _Seen(coordinator_phase(self._id.kind, phase), 0, 0, self._clock())
         return begins
 
     def run(self, phase: str) -> None:

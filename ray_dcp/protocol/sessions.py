@@ -9,7 +9,6 @@ there, in a phase of their own: rank 0 gets an ``OnRankZero`` with what all rank
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -43,6 +42,10 @@ class Session(Protocol):
     def next_phase(self, phase: str) -> str | None:
         """What follows ``phase`` once its step is done; None when that ends the call."""
         ...
+
+    @property
+    def may_have_committed(self) -> bool:
+        return False
 
     def give_up(self) -> None:
         """The call has failed; a step that still runs must not commit any more. Called from another thread."""
@@ -112,6 +115,10 @@ class SaveSession(Session):
             "commit": lambda parts: [parts[0]] * len(parts),
         }
         return steps[phase](contributions)
+
+    @property
+    def may_have_committed(self) -> bool:
+        return isinstance(self._writer, StoreWriter) and self._writer.may_have_committed
 
     def give_up(self) -> None:
         if isinstance(self._writer, StoreWriter):
@@ -293,12 +300,6 @@ def plan_load_globally(
 ) -> Sequence[LoadPlan]:
     """A load's global step, wherever planner and reader are."""
     return reader.prepare_global_plan(planner.create_global_plan(list(local_plans)))
-
-
-def accepted(method: Callable[..., Any], rank: int) -> dict[str, Any]:
-    """The keyword arguments for a set-up method: torch passes them only to those that declare ``**kwargs``."""
-    declared = "kwargs" in inspect.signature(method).parameters
-    return {"rank": rank, "use_collectives": True} if declared else {}
 
 
 def _for_rank_zero(parts: Sequence[Any], metadata: Metadata | None = None) -> Sequence[OnRankZero]:

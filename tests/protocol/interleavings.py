@@ -692,7 +692,7 @@ class Group:
     def deliver(self, call_id: CallId, rank: int, phase: str, message: bytes) -> Wait:
         """A part arrives. One of an older generation must be refused."""
         try:
-            future = self.coordinator.contribute(call_id, rank, phase, message)
+            future = self.coordinator.contribute(call_id, rank, phase, message, again=self.epoch > 0)
         except StaleGenerationError:
             if call_id.generation == self.coordinator.generation:
                 self.world.wrong(f"{call_id} of rank {rank} was refused as stale")
