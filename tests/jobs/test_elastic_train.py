@@ -62,7 +62,10 @@ def workers_over_time(result: dict[str, Any]) -> list[int]:
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("kill", "workers", "expected", "more"),
-    [("step", ("1", "2"), [2, 1, 2], ["--async-save"]), ("save", ("1", "3"), [3, 2, 3], [])],
+    [
+        ("step", ("1", "2"), [2, 1, 2], ["--async-save"]),
+        pytest.param("save", ("1", "3"), [3, 2, 3], [], marks=pytest.mark.soak),
+    ],
 )
 def test_a_run_that_loses_a_node_ends_as_if_it_had_not(
     kill: str, workers: tuple[str, str], expected: list[int], more: list[str], tmp_path: Path
