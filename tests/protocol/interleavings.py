@@ -36,14 +36,13 @@ from ray_dcp.errors import (
     StaleGenerationError,
     StoreError,
 )
-from ray_dcp.layout import METADATA, is_newer, parse_shard_file, shard_files_named_in, started_ns
+from ray_dcp.layout import METADATA, is_newer, parse_shard_file, shard_files_named_in
 from ray_dcp.progress import advance
 from ray_dcp.protocol.call import Call, RemoteCall, SoloCall, phase
 from ray_dcp.protocol.coordinator import Coordinator
 from ray_dcp.protocol.failures import CheckpointException, RankFailure
 from ray_dcp.protocol.load import LoadRequest, default_load_planner, load
 from ray_dcp.protocol.membership import JoinRequest
-from ray_dcp.protocol.open_call import OpenCall
 from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, save, stage_save, write_save
 from ray_dcp.protocol.wire import CallId
 from ray_dcp.storage.open import register_scheme
@@ -68,8 +67,6 @@ EXPECTED_ERRORS = {
 }
 """What a save or load may fail with when ranks and stores fail: all else is a bug."""
 SHAPE = (5, 2)
-KNOWN_GAPS: frozenset[str] = frozenset()
-"""What is known to be wrong and not made to happen; each has a test of its own that is expected to fail."""
 _worlds: dict[str, World] = {}
 _names = itertools.count()
 
@@ -151,8 +148,7 @@ class Fiber:
             return RuntimeError(INJECTED)
         if what == "store":
             return StoreError(INJECTED, url=self.place)
-        avoided = "abandons after a restart" in KNOWN_GAPS and isinstance(self, RankFiber) and self.sent_results
-        if what == "answer" and not avoided:
+        if what == "answer":
             return CoordinatorLostError("the answer got lost", group=self.group.name)
         return None
 
@@ -245,8 +241,7 @@ class World:
             return
         (attempt,) = attempts
         before = self.committed.get(checkpoint)
-        tie = before is not None and started_ns(attempt) == started_ns(before) and "ties between attempts" in KNOWN_GAPS
-        if before is not None and before != attempt and not is_newer(attempt, before) and not tie:
+        if before is not None and before != attempt and not is_newer(attempt, before):
             self.wrong(f"{checkpoint}: the older attempt {attempt} replaces the newer {before}")
         if before != attempt and self.told_failed.get(attempt, -1) == getattr(Fiber.current, "epoch", None):
             self.wrong(f"{checkpoint}: {attempt} is committed after its ranks were told that it has failed")
@@ -512,10 +507,6 @@ def _is_ours(text: str) -> bool:
     return any(one in text for one in expected)
 
 
-def _failed_in_commit(call: OpenCall) -> bool:
-    return call.failure is not None and call.failure.phase == "commit"
-
-
 class Link:
     """As ``CallLink``: each message may be on its way for a while, and its coordinator may die."""
 
@@ -561,7 +552,6 @@ class Group:
         self.ops: dict[int, list[Op]] = {}
         self.steps: list[Fiber] = []
         self.waits: list[Wait] = []
-        self._unknown: set[str | None] = set()
         self._incarnations = itertools.count()
         self._members = itertools.count()
         self._loaded: dict[tuple[CallId, int], int] = {}
@@ -656,11 +646,8 @@ class Group:
         process.known_lost = True
         self.write_record()
 
-    def restart_coordinator(self, *, steps_go_on: bool, lost_answers: int, anyhow: bool = False) -> None:
+    def restart_coordinator(self, *, steps_go_on: bool, lost_answers: int) -> None:
         """Another process takes over; the old one's steps end with it, or go on for a while where nobody sees it."""
-        avoided = not anyhow and "abandons after a restart" in KNOWN_GAPS
-        if avoided and any(fiber.sent_results for fiber in self.unfinished):
-            return
         old = self.epoch
         self.epoch += 1
         for number, wait in enumerate(self.waits):
@@ -731,9 +718,6 @@ class Group:
 
     def redeliver(self, wait: Wait) -> None:
         """A message comes once more, however late."""
-        known = self.coordinator._calls.get(wait.call_id)
-        if "forgets who asks again" in KNOWN_GAPS and known is not None and known.ended and not known._answers:
-            return
         try:
             again = self.deliver(wait.call_id, wait.rank, wait.phase, wait.message)
         except GroupError:
@@ -771,10 +755,6 @@ class Group:
         going_on, failed = self.coordinator.attempts
         if going_on & failed:
             self.world.wrong(f"attempts {going_on & failed} go on and have failed")
-        if "calls failed what is committed" in KNOWN_GAPS:
-            in_commit = {call.attempt for call in self.coordinator._calls.values() if _failed_in_commit(call)}
-            failed = failed - in_commit - self._unknown
-            self._unknown |= in_commit
         for attempt in sorted(failed):
             self.world.failed.setdefault(attempt, f"{self.name}/{self.epoch}")
         open_calls = sum(not call.ended for call in self.coordinator._calls.values())

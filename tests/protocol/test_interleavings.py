@@ -27,7 +27,7 @@ from ray_dcp.layout import ShardFile
 from ray_dcp.maintenance.sweep import delete_leftovers, plan_sweep
 from ray_dcp.points import observed_by
 from tests.conftest import interleavings
-from tests.protocol.interleavings import EPOCH_S, KNOWN_GAPS, Fiber, Group, Op, Process, RankFiber, World, pause_here
+from tests.protocol.interleavings import EPOCH_S, Fiber, Group, Op, Process, RankFiber, World, pause_here
 
 CHECKPOINTS = ("step-00000001", "step-00000002")
 TO_ITS_END = 1000
@@ -334,13 +334,12 @@ def run_all(group: Group) -> None:
         fibers[0].run()
 
 
-@pytest.mark.xfail("abandons after a restart" in KNOWN_GAPS, reason="known gap", strict=True)
 def test_nothing_committed_is_removed_when_the_coordinator_died_before_it_said_so(group):
     for process in group.members:
         group.begin(process, Op("save", CHECKPOINTS[0], 1, staged=False))
     while not group.world.committed or group.steps[-1].runnable:
         next(fiber for fiber in group.fibers if fiber.place != "answer write").run()
-    group.restart_coordinator(steps_go_on=False, lost_answers=255, anyhow=True)
+    group.restart_coordinator(steps_go_on=False, lost_answers=255)
     group.kill(group.members[1], delivered=False)
     run_all(group)
     group.tell_lost(group.members[1])
@@ -348,7 +347,6 @@ def test_nothing_committed_is_removed_when_the_coordinator_died_before_it_said_s
     group.world.check()
 
 
-@pytest.mark.xfail("forgets who asks again" in KNOWN_GAPS, reason="known gap", strict=True)
 def test_a_part_that_comes_again_when_its_call_is_forgotten_does_not_wait_for_ever(group):
     for _ in range(4):
         for process in group.members:
@@ -359,7 +357,6 @@ def test_a_part_that_comes_again_when_its_call_is_forgotten_does_not_wait_for_ev
         group.deliver(wait.call_id, wait.rank, wait.phase, wait.message)
 
 
-@pytest.mark.xfail("calls failed what is committed" in KNOWN_GAPS, reason="known gap", strict=True)
 def test_an_attempt_whose_last_put_failed_after_it_took_effect_is_not_called_failed(group):
     for process in group.members:
         group.begin(process, Op("save", CHECKPOINTS[0], 1, staged=False))
@@ -372,7 +369,6 @@ def test_an_attempt_whose_last_put_failed_after_it_took_effect_is_not_called_fai
     assert not group.coordinator.attempts[1]
 
 
-@pytest.mark.xfail("ties between attempts" in KNOWN_GAPS, reason="known gap", strict=True)
 def test_of_two_attempts_that_began_at_once_the_older_one_by_name_does_not_commit_last(group):
     older, newer = (f"{EPOCH_S * 10**9:016x}{number:08x}" for number in (1, 2))
     for attempt in (older, newer):
