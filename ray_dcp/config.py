@@ -35,7 +35,8 @@ class Limits:
     heartbeat_timeout_s: float = 4.0
     """A rank that is no actor, whose death Ray does not tell, is lost when it was not heard of for this long."""
     coordinator_timeout_s: float = 30.0
-    """A coordinator that is gone or does not answer must be back within this time."""
+    """A coordinator that does not answer for this long is replaced; one that cannot be found is looked for as long. A
+    new process then takes some seconds to start."""
 
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(self):

@@ -38,7 +38,7 @@ from ray_dcp.manifest import Entry, Manifest, decode_facts, encode_manifest, met
 from ray_dcp.planning.state_dict import record_settings, tensor_problem
 from ray_dcp.points import Point, reached
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.store import ObjectWriter, Store
+from ray_dcp.storage.store import ObjectWriter, Store, StoredObject
 from ray_dcp.version import __version__
 
 
@@ -115,7 +115,8 @@ class StoreWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin an attempt. Raises ``StoreError`` where the place itself is wrong (a file, no permission)."""
-        seen = _attempts_in(self.store)
+        store = self.store
+        seen = _attempts_in(store, store.list())
         if not self._attempt or any(is_newer(other, self._attempt) for other in seen):
             self._attempt = new_attempt(seen)
         self._world_size = len(plans)
@@ -197,15 +198,13 @@ class StoreWriter(StorageWriter):
     def _require_newest(self) -> None:
         if self._given_up:
             raise StoreError("this save was given up before its commit", url=self.checkpoint_id)
-        newest = max(_attempts_in(self.store), key=attempt_order, default="")
+        store = self.store
+        listed = store.list()
+        newest = max(_attempts_in(store, listed), key=attempt_order, default="")
         if newest and is_newer(newest, self._attempt):
             raise SupersededError(checkpoint_id=self.checkpoint_id, attempt=self._attempt, newer=newest)
-        self._require_all_there()
-
-    def _require_all_there(self) -> None:
-        """Raise ``ObjectNotFoundError`` where somebody has deleted a file of this attempt since it was written."""
-        store = self.store
-        for key in sorted(self._written_files - {one.key for one in store.list()}):
+        # Somebody may have deleted a file of this attempt since it was written.
+        for key in sorted(self._written_files - {one.key for one in listed}):
             store.get(key, 0, 0)  # it may only not be listed yet
 
     def _manifest(self, stored: Sequence[WriteResult], encoded_metadata: bytes) -> Manifest:
@@ -221,9 +220,9 @@ class StoreWriter(StorageWriter):
         )
 
 
-def _attempts_in(store: Store) -> list[str]:
+def _attempts_in(store: Store, listed: Sequence[StoredObject]) -> list[str]:
     """The attempts that have shard files or the manifest there: a bucket's listing may show new files late."""
-    attempts = [shard.attempt for stored in store.list() if (shard := parse_shard_file(stored.key)) is not None]
+    attempts = [shard.attempt for stored in listed if (shard := parse_shard_file(stored.key)) is not None]
     # What cannot be read is about to be replaced.
     with suppress(ObjectNotFoundError, CorruptCheckpointError, FormatVersionError):
         attempts.append(decode_facts(store.get(MANIFEST), file=MANIFEST).attempt)

@@ -87,11 +87,11 @@ class Coordinator:
             return self._membership.withdraw(request)
 
     def member_lost(self, member: str, why: str) -> None:
-        """A process died: every open call of its generation fails, and the generation can start no more."""
+        """A process died: every open call fails, and its generation can start no more."""
         with self._lock:
             rank = self._membership.lose(member, why)
             if rank is not None:
-                for call in self._calls_of_generation():
+                for call in self._open_calls():
                     call.fail(self._lost_failure(call))
 
     def ranks_failed(self, failed: Mapping[int, str]) -> None:
@@ -192,11 +192,12 @@ class Coordinator:
             self._awake_s += min(now - self._checked_s, 4 * CHECK_INTERVAL_S)
             self._checked_s = now
             limits = self._membership.limits
-            for member in self._membership.beating:
-                silent_s = self._awake_s - self._heard_s.get(member, 0.0)
+            self._heard_s = {member: self._heard_s.get(member, 0.0) for member in self._membership.beating}
+            for member, heard_s in list(self._heard_s.items()):
+                silent_s = self._awake_s - heard_s
                 if silent_s > limits.heartbeat_timeout_s:
                     self.member_lost(member, f"{member} was not heard of for {silent_s:.1f} s (heartbeat_timeout_s)")
-            for call in self._calls_of_generation():
+            for call in self._open_calls():
                 call.fail_overdue(limits)
 
     @property
@@ -259,7 +260,7 @@ class Coordinator:
         if call.attempt is not None and self._on_save_ended is not None:
             self._on_save_ended(call.checkpoint_id, committed=call.failure is None)
 
-    def _calls_of_generation(self) -> list[OpenCall]:
+    def _open_calls(self) -> list[OpenCall]:
         return [call for call in self._calls.values() if not call.ended]
 
     def _lost_failure(self, call: OpenCall) -> list[RankFailure]:

@@ -108,7 +108,7 @@ ROWS = (
     Row(
         "the coordinator freezes",
         "the same, after it has been replaced",
-        _seconds("coordinator_timeout_s"),
+        f"{_seconds('coordinator_timeout_s')} and a process's start",
         "the new checkpoint",
         ("faults.test_stalls::test_a_frozen_coordinator_is_replaced_and_the_save_commits",),
     ),
