@@ -1,8 +1,4 @@
-"""``StoreReader``: DCP's ``StorageReader`` on a ``Store``.
-
-What a checkpoint is, is read once (``open_checkpoint``, by the coordinator) and handed to every rank, so that all of
-them load one and the same, also while it is being saved again.
-"""
+"""``StoreReader``: DCP's ``StorageReader`` on a ``Store``."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import os
 import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +18,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ray_dcp.catalog import require_checkpoint, resolve_checkpoint_id
 from ray_dcp.dcp_io.box import read_box
 from ray_dcp.dcp_io.metadata_file import decode_metadata, decode_python
+from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_checkpoint
 from ray_dcp.dcp_io.record import verify_blocks
 from ray_dcp.errors import (
     CheckpointNotFoundError,
@@ -35,39 +30,9 @@ from ray_dcp.errors import (
     StoreError,
 )
 from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA
-from ray_dcp.manifest import Entry, belongs_to, decode_facts, decode_manifest
+from ray_dcp.manifest import Entry, decode_manifest
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedCheckpoint:
-    """One committed checkpoint, as found at one moment."""
-
-    checkpoint_id: str
-    metadata: bytes
-    manifest: bytes | None
-    """None where there is none, or where it belongs to another ``.metadata``."""
-
-
-def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
-    """Read what is committed at ``checkpoint_id``, following a pointer left for Ray Train.
-
-    Raises ``CheckpointNotFoundError`` saying what is there instead.
-    """
-    location = resolve_checkpoint_id(checkpoint_id)
-    store = open_store(location)
-    require_checkpoint(store)
-    for _ in range(3):  # a save of the same id may swap .metadata between the two reads
-        metadata = store.get(METADATA)
-        try:
-            manifest = store.get(MANIFEST)
-        except ObjectNotFoundError:
-            return OpenedCheckpoint(location, metadata, None)
-        facts = decode_facts(manifest, file=f"{location}/{MANIFEST}")
-        if belongs_to(facts, metadata, file=f"{location}/{METADATA}"):
-            return OpenedCheckpoint(location, metadata, manifest)
-    return OpenedCheckpoint(location, metadata, None)
 
 
 class NamedBytes(io.BytesIO):

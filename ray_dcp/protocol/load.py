@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ray_dcp.dcp_io.metadata_file import decode_python
-from ray_dcp.dcp_io.store_reader import OpenedCheckpoint, StoreReader
+from ray_dcp.dcp_io.opened import OpenedCheckpoint
+from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.template import TemplateCheck, TemplatePlanner

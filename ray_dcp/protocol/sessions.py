@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from ray_dcp.catalog import CheckpointInfo, latest_checkpoint
-from ray_dcp.dcp_io.store_reader import OpenedCheckpoint, open_checkpoint
+from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_checkpoint
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.check_save import require_agreeing_plans, require_whole_tensors

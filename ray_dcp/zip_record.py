@@ -1,0 +1,275 @@
+"""The zip file that a record is: what stands before and behind a payload, and what a reader finds in one.
+
+``torch.load`` needs three entries: ``data.pkl`` (a pickle that says what the value is), ``data/0`` (a tensor's bytes)
+and ``version``. Entries are stored, not compressed. This module knows bytes only, neither torch nor tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ray_dcp.checksums import crc32
+from ray_dcp.layout import PAYLOAD_ALIGNMENT
+
+ARCHIVE = "archive"
+"""The folder in a record that holds its entries, as torch names it for a file without a name."""
+PICKLE, PAYLOAD, VERSION, BYTEORDER = "data.pkl", "data/0", "version", "byteorder"
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+"""signature, version, flags, method, time, date, crc, compressed and full size, name length, extra length"""
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+"""signature, made by, needed, flags, method, time, date, crc, sizes, name, extra, comment lengths, disk, attributes,
+offset of the local header"""
+_END = struct.Struct("<4s4H2IH")
+"""signature, disks, entries here and in all, central directory's length and offset, comment length"""
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR_64 = struct.Struct("<4sIQI")
+_DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+_LOCAL_SIGNATURE, _CENTRAL_SIGNATURE, _END_SIGNATURE = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
+_END_64_SIGNATURE, _LOCATOR_64_SIGNATURE, _DESCRIPTOR_SIGNATURE = b"PK\x06\x06", b"PK\x06\x07", b"PK\x07\x08"
+_PADDING_ID = 0x4246
+"""Of the extra field that fills the gap before a payload; torch's."""
+_ZIP64_ID = 1
+_ZIP64 = 0xFFFFFFFF
+"""In a 32-bit field: the number is too large for it and stands in a zip64 field. So is this number itself."""
+_DATE = 0x21
+"""1980-01-01, the first day a zip file knows: equal values make equal records."""
+_CRC_FOLLOWS = 1 << 3
+_PLAIN, _LARGE = 20, 45
+"""The version of the zip format that a reader needs."""
+_MAX_TAIL_NBYTES = 4096
+
+
+class NotARecordError(ValueError):
+    """The bytes are no zip file of stored entries; the text says what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFrame:
+    """A record of one payload, but for the payload and its checksum.
+
+    ``head`` ends where the payload starts; ``tail(crc)`` follows it. ``payload_at`` bytes into the record the payload
+    starts, and the record is ``nbytes`` long.
+    """
+
+    head: bytes
+    payload_at: int
+    payload_nbytes: int
+    nbytes: int
+    _tail: Callable[[int], bytes]
+
+    def tail(self, crc: int) -> bytes:
+        return self._tail(crc)
+
+
+def frame_payload(pickled: bytes, payload_nbytes: int, *, position: int = 0, alignment: int = PAYLOAD_ALIGNMENT,
+                  crc: int | None = None) -> RecordFrame:  # fmt: skip
+    """Frame a payload of ``payload_nbytes`` whose record begins at ``position`` of its file.
+
+    The payload then lies at a multiple of ``alignment`` of the file. Without ``crc`` the payload's checksum stands
+    behind it (a data descriptor), since it is known only when the bytes have passed.
+    """
+    front = _front(pickled)
+    name = f"{ARCHIVE}/{PAYLOAD}".encode()
+    large = payload_nbytes >= _ZIP64
+    known = payload_nbytes if crc is not None else 0
+    zip64 = struct.pack("<2H2Q", _ZIP64_ID, 16, known, known) if large else b""
+    unpadded = len(front.local) + _LOCAL.size + len(name) + len(zip64)
+    padding = _padding(-(position + unpadded) % alignment, alignment)
+    flags = 0 if crc is not None else _CRC_FOLLOWS
+    size = _ZIP64 if large else known
+    header = _LOCAL.pack(
+        _LOCAL_SIGNATURE, _LARGE if large else _PLAIN, flags, 0, 0, _DATE, crc or 0, size, size,
+        len(name), len(zip64) + len(padding),
+    )  # fmt: skip
+    head = b"".join((front.local, header, name, zip64, padding))
+
+    def tail(crc: int) -> bytes:
+        return _tail(front, len(head), payload_nbytes, crc, described=bool(flags))
+
+    return RecordFrame(head, len(head), payload_nbytes, len(head) + payload_nbytes + len(tail(0)), tail)
+
+
+def frame_pickle(pickled: bytes) -> bytes:
+    """The whole record of a value that is all in its pickle."""
+    front = _front(pickled)
+    return front.local + front.central + _end(front.num_entries, len(front.central), len(front.local))
+
+
+@dataclass(frozen=True, slots=True)
+class _Front:
+    """The entries in front of a payload."""
+
+    local: bytes
+    central: bytes
+    num_entries: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _front(pickled: bytes) -> _Front:
+    local, central = b"", b""
+    for name, content in ((f"{ARCHIVE}/{VERSION}", b"3\n"), (f"{ARCHIVE}/{PICKLE}", pickled)):
+        encoded, crc = name.encode(), crc32(content)
+        central += _CENTRAL.pack(
+            _CENTRAL_SIGNATURE, 0, _PLAIN, 0, 0, 0, _DATE, crc, len(content), len(content),
+            len(encoded), 0, 0, 0, 0, 0, len(local),
+        ) + encoded  # fmt: skip
+        local += _LOCAL.pack(
+            _LOCAL_SIGNATURE, _PLAIN, 0, 0, 0, _DATE, crc, len(content), len(content), len(encoded), 0
+        ) + encoded + content  # fmt: skip
+    return _Front(local, central, 2)
+
+
+def _padding(gap: int, alignment: int) -> bytes:
+    if not gap:
+        return b""
+    while gap < 4:  # an extra field has a head of four bytes
+        gap += alignment
+    return struct.pack("<2H", _PADDING_ID, gap - 4) + bytes(gap - 4)
+
+
+def _tail(front: _Front, payload_at: int, payload_nbytes: int, crc: int, *, described: bool) -> bytes:
+    large = payload_nbytes >= _ZIP64
+    descriptor = b""
+    if described:
+        packer = _DESCRIPTOR_64 if large else _DESCRIPTOR
+        descriptor = packer.pack(_DESCRIPTOR_SIGNATURE, crc, payload_nbytes, payload_nbytes)
+    name = f"{ARCHIVE}/{PAYLOAD}".encode()
+    size = _ZIP64 if large else payload_nbytes
+    zip64 = struct.pack("<2H2Q", _ZIP64_ID, 16, payload_nbytes, payload_nbytes) if large else b""
+    central = front.central + _CENTRAL.pack(
+        _CENTRAL_SIGNATURE, 0, _LARGE if large else _PLAIN, _CRC_FOLLOWS if described else 0, 0, 0, _DATE,
+        crc, size, size, len(name), len(zip64), 0, 0, 0, 0, len(front.local),
+    ) + name + zip64  # fmt: skip
+    starts_at = payload_at + payload_nbytes + len(descriptor)
+    return descriptor + central + _end(front.num_entries + 1, len(central), starts_at)
+
+
+def _end(num_entries: int, nbytes: int, starts_at: int) -> bytes:
+    """The end of a zip file whose central directory has ``nbytes`` and starts at ``starts_at``."""
+    if starts_at < _ZIP64:
+        return _END.pack(_END_SIGNATURE, 0, 0, num_entries, num_entries, nbytes, starts_at, 0)
+    return (
+        _END_64.pack(_END_64_SIGNATURE, _END_64.size - 12, 0, _LARGE, 0, 0, num_entries, num_entries, nbytes, starts_at)
+        + _LOCATOR_64.pack(_LOCATOR_64_SIGNATURE, 0, starts_at + nbytes, 1)
+        + _END.pack(_END_SIGNATURE, 0, 0, num_entries, num_entries, nbytes, _ZIP64, 0)
+    )
+
+
+# Reading.
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEntry:
+    """One stored entry: where its content lies in the record, and its checksum."""
+
+    name: str
+    """Without the archive's folder."""
+    offset: int
+    nbytes: int
+    crc: int
+
+
+Read = Callable[[int, int], bytes]
+"""(offset in the record, nbytes) -> as many bytes. The range lies within the record."""
+
+
+def read_entries(read: Read, nbytes: int) -> dict[str, RecordEntry]:
+    """The entries of the record of ``nbytes`` that ``read`` reads, by name.
+
+    Reads its last part and each entry's header, not the contents. Raises ``NotARecordError`` for everything but
+    a zip file without a comment whose entries are stored, apart from each other and within it.
+    """
+    tail_nbytes = min(nbytes, _MAX_TAIL_NBYTES)
+    tail = read(nbytes - tail_nbytes, tail_nbytes)
+    num_entries, length, starts_at = _read_end(tail, nbytes)
+    if starts_at + length > nbytes:
+        raise NotARecordError("its directory reaches past its end")
+    tail_at = nbytes - tail_nbytes
+    directory = tail[starts_at - tail_at :][:length] if starts_at >= tail_at else read(starts_at, length)
+    entries = _read_directory(directory, num_entries)
+    found: dict[str, RecordEntry] = {}
+    end = 0
+    for header_at, name, size, crc in sorted(entries):
+        if header_at < end or header_at + _LOCAL.size > starts_at:
+            raise NotARecordError(f"its entry {name!r} lies over another one")
+        offset = header_at + _local_nbytes(read(header_at, _LOCAL.size), name)
+        end = offset + size
+        if end > starts_at:
+            raise NotARecordError(f"its entry {name!r} reaches past its end")
+        plain = name.partition("/")[2]
+        if plain in found:
+            raise NotARecordError(f"it has two entries {plain!r}")
+        found[plain] = RecordEntry(plain, offset, size, crc)
+    return found
+
+
+def _read_end(tail: bytes, nbytes: int) -> tuple[int, int, int]:
+    """Number of entries, length of the directory, and where in the record it starts."""
+    if len(tail) < _END.size or tail[-_END.size :][:4] != _END_SIGNATURE:
+        raise NotARecordError("it has no end of a zip file")
+    _, _, _, _, num_entries, length, starts_at, comment = _END.unpack(tail[-_END.size :])
+    if comment:
+        raise NotARecordError("it has a comment")
+    locator = tail[-_END.size - _LOCATOR_64.size : -_END.size]
+    if locator[:4] == _LOCATOR_64_SIGNATURE and len(locator) == _LOCATOR_64.size:
+        at = _LOCATOR_64.unpack(locator)[2] - (nbytes - len(tail))
+        if not 0 <= at <= len(tail) - _END_64.size or tail[at : at + 4] != _END_64_SIGNATURE:
+            raise NotARecordError("its zip64 end is not where it should be")
+        *_, num_entries, length, starts_at = _END_64.unpack(tail[at : at + _END_64.size])
+    return num_entries, length, starts_at
+
+
+def _read_directory(directory: bytes, num_entries: int) -> list[tuple[int, str, int, int]]:
+    """(offset of the local header, name, size, crc) of each entry."""
+    entries = []
+    at = 0
+    for _ in range(num_entries):
+        if at + _CENTRAL.size > len(directory) or directory[at : at + 4] != _CENTRAL_SIGNATURE:
+            raise NotARecordError("its directory ends too early")
+        (_, _, _, flags, method, _, _, crc, stored, size, name_nbytes, extra_nbytes, comment_nbytes, _, _, _,
+         header_at) = _CENTRAL.unpack_from(directory, at)  # fmt: skip
+        at += _CENTRAL.size
+        raw, extra = directory[at : at + name_nbytes], directory[at + name_nbytes :][:extra_nbytes]
+        at += name_nbytes + extra_nbytes + comment_nbytes
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError:
+            raise NotARecordError(f"its entry {raw!r} has no name") from None
+        if method or flags & 1:
+            raise NotARecordError(f"its entry {name!r} is compressed or encrypted")
+        size, stored, header_at = _large_numbers(extra, (size, stored, header_at), name)
+        if stored != size:
+            raise NotARecordError(f"its entry {name!r} has two sizes")
+        entries.append((header_at, name, size, crc))
+    if at != len(directory):
+        raise NotARecordError("its directory has something behind it")
+    return entries
+
+
+def _large_numbers(extra: bytes, numbers: tuple[int, ...], name: str) -> tuple[int, ...]:
+    """``numbers``, those that did not fit taken from the zip64 field in ``extra``."""
+    if _ZIP64 not in numbers:
+        return numbers
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<2H", extra)
+        if kind == _ZIP64_ID:
+            count = min(length, len(extra) - 4) // 8
+            large = list(struct.unpack_from(f"<{count}Q", extra, 4))
+            if len(large) < numbers.count(_ZIP64):
+                break
+            return tuple(large.pop(0) if number == _ZIP64 else number for number in numbers)
+        extra = extra[4 + length :]
+    raise NotARecordError(f"its entry {name!r} has no size")
+
+
+def _local_nbytes(header: bytes, name: str) -> int:
+    if len(header) != _LOCAL.size or header[:4] != _LOCAL_SIGNATURE:
+        raise NotARecordError(f"its entry {name!r} has no header")
+    name_nbytes, extra_nbytes = _LOCAL.unpack(header)[-2:]
+    if name_nbytes != len(name.encode()):
+        raise NotARecordError(f"its entry {name!r} has another name in its header")
+    return _LOCAL.size + int(name_nbytes) + int(extra_nbytes)
