@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ray_dcp.checksums import crc32
@@ -18,26 +18,26 @@ ARCHIVE = "archive"
 """The folder in a record that holds its entries, as torch names it for a file without a name."""
 PICKLE, PAYLOAD, VERSION, BYTEORDER = "data.pkl", "data/0", "version", "byteorder"
 
-_LOCAL = struct.Struct("<4s5H3I2H")
+LOCAL = struct.Struct("<4s5H3I2H")
 """signature, version, flags, method, time, date, crc, compressed and full size, name length, extra length"""
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
 """signature, made by, needed, flags, method, time, date, crc, sizes, name, extra, comment lengths, disk, attributes,
 offset of the local header"""
-_END = struct.Struct("<4s4H2IH")
+END = struct.Struct("<4s4H2IH")
 """signature, disks, entries here and in all, central directory's length and offset, comment length"""
-_END_64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR_64 = struct.Struct("<4sIQI")
-_DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
-_LOCAL_SIGNATURE, _CENTRAL_SIGNATURE, _END_SIGNATURE = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
-_END_64_SIGNATURE, _LOCATOR_64_SIGNATURE, _DESCRIPTOR_SIGNATURE = b"PK\x06\x06", b"PK\x06\x07", b"PK\x07\x08"
-_PADDING_ID = 0x4246
+END_64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR_64 = struct.Struct("<4sIQI")
+DESCRIPTOR, DESCRIPTOR_64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+LOCAL_SIGNATURE, CENTRAL_SIGNATURE, END_SIGNATURE = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
+END_64_SIGNATURE, LOCATOR_64_SIGNATURE, DESCRIPTOR_SIGNATURE = b"PK\x06\x06", b"PK\x06\x07", b"PK\x07\x08"
+PADDING_ID = 0x4246
 """Of the extra field that fills the gap before a payload; torch's."""
-_ZIP64_ID = 1
-_ZIP64 = 0xFFFFFFFF
+ZIP64_ID = 1
+ZIP64 = 0xFFFFFFFF
 """In a 32-bit field: the number is too large for it and stands in a zip64 field. So is this number itself."""
 _DATE = 0x21
 """1980-01-01, the first day a zip file knows: equal values make equal records."""
-_CRC_FOLLOWS = 1 << 3
+CRC_FOLLOWS = 1 << 3
 _PLAIN, _LARGE = 20, 45
 """The version of the zip format that a reader needs."""
 _MAX_TAIL_NBYTES = 4096
@@ -74,15 +74,15 @@ def frame_payload(pickled: bytes, payload_nbytes: int, *, position: int = 0, ali
     """
     front = _front(pickled)
     name = f"{ARCHIVE}/{PAYLOAD}".encode()
-    large = payload_nbytes >= _ZIP64
+    large = payload_nbytes >= ZIP64
     known = payload_nbytes if crc is not None else 0
-    zip64 = struct.pack("<2H2Q", _ZIP64_ID, 16, known, known) if large else b""
-    unpadded = len(front.local) + _LOCAL.size + len(name) + len(zip64)
+    zip64 = struct.pack("<2H2Q", ZIP64_ID, 16, known, known) if large else b""
+    unpadded = len(front.local) + LOCAL.size + len(name) + len(zip64)
     padding = _padding(-(position + unpadded) % alignment, alignment)
-    flags = 0 if crc is not None else _CRC_FOLLOWS
-    size = _ZIP64 if large else known
-    header = _LOCAL.pack(
-        _LOCAL_SIGNATURE, _LARGE if large else _PLAIN, flags, 0, 0, _DATE, crc or 0, size, size,
+    flags = 0 if crc is not None else CRC_FOLLOWS
+    size = ZIP64 if large else known
+    header = LOCAL.pack(
+        LOCAL_SIGNATURE, _LARGE if large else _PLAIN, flags, 0, 0, _DATE, crc or 0, size, size,
         len(name), len(zip64) + len(padding),
     )  # fmt: skip
     head = b"".join((front.local, header, name, zip64, padding))
@@ -113,12 +113,12 @@ def _front(pickled: bytes) -> _Front:
     local, central = b"", b""
     for name, content in ((f"{ARCHIVE}/{VERSION}", b"3\n"), (f"{ARCHIVE}/{PICKLE}", pickled)):
         encoded, crc = name.encode(), crc32(content)
-        central += _CENTRAL.pack(
-            _CENTRAL_SIGNATURE, 0, _PLAIN, 0, 0, 0, _DATE, crc, len(content), len(content),
+        central += CENTRAL.pack(
+            CENTRAL_SIGNATURE, 0, _PLAIN, 0, 0, 0, _DATE, crc, len(content), len(content),
             len(encoded), 0, 0, 0, 0, 0, len(local),
         ) + encoded  # fmt: skip
-        local += _LOCAL.pack(
-            _LOCAL_SIGNATURE, _PLAIN, 0, 0, 0, _DATE, crc, len(content), len(content), len(encoded), 0
+        local += LOCAL.pack(
+            LOCAL_SIGNATURE, _PLAIN, 0, 0, 0, _DATE, crc, len(content), len(content), len(encoded), 0
         ) + encoded + content  # fmt: skip
     return _Front(local, central, 2)
 
@@ -128,20 +128,20 @@ def _padding(gap: int, alignment: int) -> bytes:
         return b""
     while gap < 4:  # an extra field has a head of four bytes
         gap += alignment
-    return struct.pack("<2H", _PADDING_ID, gap - 4) + bytes(gap - 4)
+    return struct.pack("<2H", PADDING_ID, gap - 4) + bytes(gap - 4)
 
 
 def _tail(front: _Front, payload_at: int, payload_nbytes: int, crc: int, *, described: bool) -> bytes:
-    large = payload_nbytes >= _ZIP64
+    large = payload_nbytes >= ZIP64
     descriptor = b""
     if described:
-        packer = _DESCRIPTOR_64 if large else _DESCRIPTOR
-        descriptor = packer.pack(_DESCRIPTOR_SIGNATURE, crc, payload_nbytes, payload_nbytes)
+        packer = DESCRIPTOR_64 if large else DESCRIPTOR
+        descriptor = packer.pack(DESCRIPTOR_SIGNATURE, crc, payload_nbytes, payload_nbytes)
     name = f"{ARCHIVE}/{PAYLOAD}".encode()
-    size = _ZIP64 if large else payload_nbytes
-    zip64 = struct.pack("<2H2Q", _ZIP64_ID, 16, payload_nbytes, payload_nbytes) if large else b""
-    central = front.central + _CENTRAL.pack(
-        _CENTRAL_SIGNATURE, 0, _LARGE if large else _PLAIN, _CRC_FOLLOWS if described else 0, 0, 0, _DATE,
+    size = ZIP64 if large else payload_nbytes
+    zip64 = struct.pack("<2H2Q", ZIP64_ID, 16, payload_nbytes, payload_nbytes) if large else b""
+    central = front.central + CENTRAL.pack(
+        CENTRAL_SIGNATURE, 0, _LARGE if large else _PLAIN, CRC_FOLLOWS if described else 0, 0, 0, _DATE,
         crc, size, size, len(name), len(zip64), 0, 0, 0, 0, len(front.local),
     ) + name + zip64  # fmt: skip
     starts_at = payload_at + payload_nbytes + len(descriptor)
@@ -150,12 +150,12 @@ def _tail(front: _Front, payload_at: int, payload_nbytes: int, crc: int, *, desc
 
 def _end(num_entries: int, nbytes: int, starts_at: int) -> bytes:
     """The end of a zip file whose central directory has ``nbytes`` and starts at ``starts_at``."""
-    if starts_at < _ZIP64:
-        return _END.pack(_END_SIGNATURE, 0, 0, num_entries, num_entries, nbytes, starts_at, 0)
+    if starts_at < ZIP64:
+        return END.pack(END_SIGNATURE, 0, 0, num_entries, num_entries, nbytes, starts_at, 0)
     return (
-        _END_64.pack(_END_64_SIGNATURE, _END_64.size - 12, 0, _LARGE, 0, 0, num_entries, num_entries, nbytes, starts_at)
-        + _LOCATOR_64.pack(_LOCATOR_64_SIGNATURE, 0, starts_at + nbytes, 1)
-        + _END.pack(_END_SIGNATURE, 0, 0, num_entries, num_entries, nbytes, _ZIP64, 0)
+        END_64.pack(END_64_SIGNATURE, END_64.size - 12, 0, _LARGE, 0, 0, num_entries, num_entries, nbytes, starts_at)
+        + LOCATOR_64.pack(LOCATOR_64_SIGNATURE, 0, starts_at + nbytes, 1)
+        + END.pack(END_SIGNATURE, 0, 0, num_entries, num_entries, nbytes, ZIP64, 0)
     )
 
 
@@ -177,63 +177,98 @@ Read = Callable[[int, int], bytes]
 """(offset in the record, nbytes) -> as many bytes. The range lies within the record."""
 
 
+@dataclass(frozen=True, slots=True)
+class DirectoryEntry:
+    """What the directory of a record says of one entry."""
+
+    header_at: int
+    """Of the entry's own header, which stands in front of its content."""
+    name: str
+    """As it is stored, with the archive's folder."""
+    nbytes: int
+    crc: int
+    version: int
+    flags: int
+    time: int
+    date: int
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The directory of a record: the part of a zip file behind all contents."""
+
+    entries: tuple[DirectoryEntry, ...]
+    """As they stand in it."""
+    offset: int
+    """In the record."""
+    nbytes: int
+    """Up to the end of the zip file, which follows and says where the directory is."""
+
+
 def read_entries(read: Read, nbytes: int) -> dict[str, RecordEntry]:
     """The entries of the record of ``nbytes`` that ``read`` reads, by name.
 
     Reads its last part and each entry's header, not the contents. Raises ``NotARecordError`` for everything but
     a zip file without a comment whose entries are stored, apart from each other and within it.
     """
-    tail_nbytes = min(nbytes, _MAX_TAIL_NBYTES)
-    tail = read(nbytes - tail_nbytes, tail_nbytes)
-    num_entries, length, starts_at = _read_end(tail, nbytes)
-    if starts_at + length > nbytes:
-        raise NotARecordError("its directory reaches past its end")
-    tail_at = nbytes - tail_nbytes
-    directory = tail[starts_at - tail_at :][:length] if starts_at >= tail_at else read(starts_at, length)
-    entries = _read_directory(directory, num_entries)
+    directory = read_directory(read, nbytes)
     found: dict[str, RecordEntry] = {}
     end = 0
-    for header_at, name, size, crc in sorted(entries):
-        if header_at < end or header_at + _LOCAL.size > starts_at:
+    for entry in sorted(directory.entries, key=lambda entry: entry.header_at):
+        name = entry.name
+        if entry.header_at < end or entry.header_at + LOCAL.size > directory.offset:
             raise NotARecordError(f"its entry {name!r} lies over another one")
-        offset = header_at + _local_nbytes(read(header_at, _LOCAL.size), name)
-        end = offset + size
-        if end > starts_at:
+        offset = entry.header_at + _local_nbytes(read(entry.header_at, LOCAL.size), name)
+        end = offset + entry.nbytes
+        if end > directory.offset:
             raise NotARecordError(f"its entry {name!r} reaches past its end")
         plain = name.partition("/")[2]
         if plain in found:
             raise NotARecordError(f"it has two entries {plain!r}")
-        found[plain] = RecordEntry(plain, offset, size, crc)
+        found[plain] = RecordEntry(plain, offset, entry.nbytes, entry.crc)
     return found
 
 
-def _read_end(tail: bytes, nbytes: int) -> tuple[int, int, int]:
-    """Number of entries, length of the directory, and where in the record it starts."""
-    if len(tail) < _END.size or tail[-_END.size :][:4] != _END_SIGNATURE:
+def read_directory(read: Read, nbytes: int) -> Directory:
+    """The directory alone, off the last part of the record. Raises ``NotARecordError`` as ``read_entries`` does."""
+    tail_nbytes = min(nbytes, _MAX_TAIL_NBYTES)
+    tail = read(nbytes - tail_nbytes, tail_nbytes)
+    num_entries, length, offset, ends_at = _read_end(tail, nbytes)
+    # Numbers that are damaged must not lead to a read of all there is.
+    if offset + length != ends_at:
+        raise NotARecordError("its directory does not lie right in front of its end")
+    tail_at = nbytes - tail_nbytes
+    content = tail[offset - tail_at :][:length] if offset >= tail_at else read(offset, length)
+    return Directory(tuple(_directory_entries(content, num_entries)), offset, length)
+
+
+def _read_end(tail: bytes, nbytes: int) -> tuple[int, int, int, int]:
+    """Number of entries, length of the directory, where in the record it starts and where it ends."""
+    if len(tail) < END.size or tail[-END.size :][:4] != END_SIGNATURE:
         raise NotARecordError("it has no end of a zip file")
-    _, _, _, _, num_entries, length, starts_at, comment = _END.unpack(tail[-_END.size :])
+    _, _, _, _, num_entries, length, offset, comment = END.unpack(tail[-END.size :])
     if comment:
         raise NotARecordError("it has a comment")
-    locator = tail[-_END.size - _LOCATOR_64.size : -_END.size]
-    if locator[:4] == _LOCATOR_64_SIGNATURE and len(locator) == _LOCATOR_64.size:
-        at = _LOCATOR_64.unpack(locator)[2] - (nbytes - len(tail))
-        if not 0 <= at <= len(tail) - _END_64.size or tail[at : at + 4] != _END_64_SIGNATURE:
-            raise NotARecordError("its zip64 end is not where it should be")
-        *_, num_entries, length, starts_at = _END_64.unpack(tail[at : at + _END_64.size])
-    return num_entries, length, starts_at
+    tail_at = nbytes - len(tail)
+    locator = tail[-END.size - LOCATOR_64.size : -END.size]
+    if locator[:4] != LOCATOR_64_SIGNATURE or len(locator) != LOCATOR_64.size:
+        return num_entries, length, offset, nbytes - END.size
+    at = LOCATOR_64.unpack(locator)[2] - tail_at
+    if not 0 <= at <= len(tail) - END_64.size or tail[at : at + 4] != END_64_SIGNATURE:
+        raise NotARecordError("its zip64 end is not where it should be")
+    *_, num_entries, length, offset = END_64.unpack(tail[at : at + END_64.size])
+    return num_entries, length, offset, tail_at + at
 
 
-def _read_directory(directory: bytes, num_entries: int) -> list[tuple[int, str, int, int]]:
-    """(offset of the local header, name, size, crc) of each entry."""
-    entries = []
+def _directory_entries(content: bytes, num_entries: int) -> Iterator[DirectoryEntry]:
     at = 0
     for _ in range(num_entries):
-        if at + _CENTRAL.size > len(directory) or directory[at : at + 4] != _CENTRAL_SIGNATURE:
+        if at + CENTRAL.size > len(content) or content[at : at + 4] != CENTRAL_SIGNATURE:
             raise NotARecordError("its directory ends too early")
-        (_, _, _, flags, method, _, _, crc, stored, size, name_nbytes, extra_nbytes, comment_nbytes, _, _, _,
-         header_at) = _CENTRAL.unpack_from(directory, at)  # fmt: skip
-        at += _CENTRAL.size
-        raw, extra = directory[at : at + name_nbytes], directory[at + name_nbytes :][:extra_nbytes]
+        (_, _, version, flags, method, time, date, crc, stored, size, name_nbytes, extra_nbytes, comment_nbytes, _, _,
+         _, header_at) = CENTRAL.unpack_from(content, at)  # fmt: skip
+        at += CENTRAL.size
+        raw, extra = content[at : at + name_nbytes], content[at + name_nbytes :][:extra_nbytes]
         at += name_nbytes + extra_nbytes + comment_nbytes
         try:
             name = raw.decode()
@@ -244,32 +279,31 @@ def _read_directory(directory: bytes, num_entries: int) -> list[tuple[int, str, 
         size, stored, header_at = _large_numbers(extra, (size, stored, header_at), name)
         if stored != size:
             raise NotARecordError(f"its entry {name!r} has two sizes")
-        entries.append((header_at, name, size, crc))
-    if at != len(directory):
+        yield DirectoryEntry(header_at, name, size, crc, version, flags, time, date)
+    if at != len(content):
         raise NotARecordError("its directory has something behind it")
-    return entries
 
 
 def _large_numbers(extra: bytes, numbers: tuple[int, ...], name: str) -> tuple[int, ...]:
     """``numbers``, those that did not fit taken from the zip64 field in ``extra``."""
-    if _ZIP64 not in numbers:
+    if ZIP64 not in numbers:
         return numbers
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
-        if kind == _ZIP64_ID:
+        if kind == ZIP64_ID:
             count = min(length, len(extra) - 4) // 8
             large = list(struct.unpack_from(f"<{count}Q", extra, 4))
-            if len(large) < numbers.count(_ZIP64):
+            if len(large) < numbers.count(ZIP64):
                 break
-            return tuple(large.pop(0) if number == _ZIP64 else number for number in numbers)
+            return tuple(large.pop(0) if number == ZIP64 else number for number in numbers)
         extra = extra[4 + length :]
     raise NotARecordError(f"its entry {name!r} has no size")
 
 
 def _local_nbytes(header: bytes, name: str) -> int:
-    if len(header) != _LOCAL.size or header[:4] != _LOCAL_SIGNATURE:
+    if len(header) != LOCAL.size or header[:4] != LOCAL_SIGNATURE:
         raise NotARecordError(f"its entry {name!r} has no header")
-    name_nbytes, extra_nbytes = _LOCAL.unpack(header)[-2:]
+    name_nbytes, extra_nbytes = LOCAL.unpack(header)[-2:]
     if name_nbytes != len(name.encode()):
         raise NotARecordError(f"its entry {name!r} has another name in its header")
-    return _LOCAL.size + int(name_nbytes) + int(extra_nbytes)
+    return LOCAL.size + int(name_nbytes) + int(extra_nbytes)
