@@ -30,9 +30,43 @@ def block_crcs(content: Bytes) -> tuple[int, ...]:
 
 def crc_of_blocks(crcs: Sequence[int], nbytes: int) -> int:
     """The CRC-32 of ``nbytes`` whose blocks have ``crcs``."""
-    if not crcs:
-        return 0
-    whole: int = crcs[0]
-    for number, crc in enumerate(crcs[1:], start=1):
-        whole = isal_zlib.crc32_combine(whole, crc, min(BLOCK_NBYTES, nbytes - number * BLOCK_NBYTES))
+    whole = 0
+    for number, crc in enumerate(crcs):
+        whole = combined_crc(whole, crc, min(BLOCK_NBYTES, nbytes - number * BLOCK_NBYTES))
     return whole
+
+
+def combined_crc(first: int, second: int, second_nbytes: int) -> int:
+    """The CRC-32 of bytes with ``first`` and, behind them, ``second_nbytes`` with ``second``."""
+    value: int = isal_zlib.crc32_combine(first, second, second_nbytes)
+    return value
+
+
+class BlockChecksums:
+    """CRC-32 of each block of a stream of bytes that is fed in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._crcs: list[int] = []
+        self._crc = 0
+        self._in_block = 0
+
+    def update(self, piece: Bytes) -> None:
+        view = memoryview(piece)
+        while view:
+            part = view[: BLOCK_NBYTES - self._in_block]
+            self._crc = crc32(part, self._crc)
+            self._in_block += len(part)
+            view = view[len(part) :]
+            if self._in_block == BLOCK_NBYTES:
+                self._close_block()
+
+    def crcs(self) -> tuple[int, ...]:
+        """Of all blocks, the last one short; call once, at the end."""
+        if self._in_block:
+            self._close_block()
+        return tuple(self._crcs)
+
+    def _close_block(self) -> None:
+        self._crcs.append(self._crc)
+        self._crc = 0
+        self._in_block = 0
