@@ -6,13 +6,16 @@ So all of them load one and the same, also while it is being saved again.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ray_dcp.catalog import require_checkpoint, resolve_checkpoint_id
-from ray_dcp.errors import ObjectNotFoundError
+from ray_dcp.dcp_io.safetensors_folder import SUFFIX, find_safetensors
+from ray_dcp.errors import CheckpointNotFoundError, NotAFolderError, ObjectNotFoundError
 from ray_dcp.layout import MANIFEST, METADATA
 from ray_dcp.manifest import belongs_to, decode_facts
 from ray_dcp.storage.open import open_store
+from ray_dcp.storage.urls import split_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +26,25 @@ class OpenedCheckpoint:
     metadata: bytes
     manifest: bytes | None
     """None where there is none, or where it belongs to another ``.metadata``."""
+    unchecked: bool = False
+    """Whether the manifest has no checksums: it was made from safetensors files, which have none."""
 
 
 def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
     """Read what is committed at ``checkpoint_id``, following a pointer left for Ray Train.
 
+    Where nothing is committed but safetensors files lie, or where it is such a file, they are the checkpoint.
     Raises ``CheckpointNotFoundError`` saying what is there instead.
     """
     location = resolve_checkpoint_id(checkpoint_id)
     store = open_store(location)
-    require_checkpoint(store)
+    try:
+        require_checkpoint(store)
+    except CheckpointNotFoundError:
+        opened = _open_safetensors(location)
+        if opened is None:
+            raise
+        return opened
     for _ in range(3):  # a save of the same id may swap .metadata between the two reads
         metadata = store.get(METADATA)
         try:
@@ -43,3 +55,18 @@ def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
         if belongs_to(facts, metadata, file=f"{location}/{METADATA}"):
             return OpenedCheckpoint(location, metadata, manifest)
     return OpenedCheckpoint(location, metadata, None)
+
+
+def _open_safetensors(location: str) -> OpenedCheckpoint | None:
+    """The safetensors files at ``location``, or the one that it is; None where there are none."""
+    only = ""
+    if location.endswith(SUFFIX):
+        folder, name = split_url(location)
+        with suppress(ObjectNotFoundError):
+            open_store(folder or ".").get(name, 0, 0)
+            location, only = folder or ".", name
+    try:
+        found = find_safetensors(open_store(location), only)
+    except NotAFolderError:
+        return None
+    return None if found is None else OpenedCheckpoint(location, found.metadata, found.manifest, unchecked=True)

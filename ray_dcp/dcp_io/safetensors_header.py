@@ -1,0 +1,198 @@
+"""The header of a safetensors file: read with every check there is to make, and written.
+
+A file is eight bytes (the header's length, little-endian), the header (JSON: name to dtype, shape and place, and the
+texts in ``__metadata__``), and the tensors' bytes, row-major, one after the other without a gap. It has no checksum.
+This module knows neither torch nor stores.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_dcp.errors import CorruptCheckpointError
+
+MAX_HEADER_NBYTES = 100_000_000
+"""As the format's own library has it."""
+TEXTS = "__metadata__"
+
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+_DTYPES = {
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+    "C64": ("complex64", 8),
+    "F32": ("float32", 4),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+_NAMES = {name: safetensors for safetensors, (name, _) in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file. ``offset`` counts from the start of the file; ``dtype`` is torch's word for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself."""
+
+    tensors: Sequence[StoredTensor]
+    """In the order of their bytes."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """What stands in ``__metadata__``."""
+
+
+def has_dtype(dtype: str) -> bool:
+    """Whether the format has a word for what torch calls ``dtype``."""
+    return dtype in _NAMES
+
+
+def read_header(read: Callable[[int, int], bytes], file_nbytes: int, *, file: str) -> Header:
+    """The header of a file of ``file_nbytes``; ``read(offset, nbytes)`` reads from it, twice.
+
+    Raises ``CorruptCheckpointError``, with ``file`` and the tensor, unless the tensors' bytes are as long as their
+    shapes say and fill the rest of the file without gap or overlap.
+    """
+    if file_nbytes < _LENGTH.size:
+        raise CorruptCheckpointError(f"no safetensors file: it has {file_nbytes} bytes", file=file)
+    (length,) = _LENGTH.unpack(read(0, _LENGTH.size))
+    if length > MAX_HEADER_NBYTES:
+        raise CorruptCheckpointError(
+            f"no safetensors file: its header would have {length} bytes, at most {MAX_HEADER_NBYTES} are read",
+            file=file,
+        )
+    start = _LENGTH.size + length
+    if start > file_nbytes:
+        raise CorruptCheckpointError(f"ends within its header, which has {length} bytes", file=file, nbytes=start)
+    parsed = _parse_json(read(_LENGTH.size, length), file)
+    texts = _parse_texts(parsed.pop(TEXTS, {}), file)
+    tensors = [_parse_tensor(name, described, start, file) for name, described in parsed.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    _require_contiguous(tensors, start, file_nbytes, file)
+    return Header(tensors, texts)
+
+
+def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], texts: Mapping[str, str]) -> tuple[bytes, Header]:
+    """What a file of ``tensors`` (name, torch's dtype, shape; in the order of their bytes) begins with.
+
+    The tensors' bytes follow at once and start at a multiple of eight. Their dtypes are such that ``has_dtype``.
+    """
+    described: dict[str, Any] = {TEXTS: dict(texts)} if texts else {}
+    placed, at = [], 0
+    for name, dtype, shape in tensors:
+        nbytes = math.prod(shape) * _DTYPES[_NAMES[dtype]][1]
+        described[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        placed.append((name, dtype, tuple(shape), at, nbytes))
+        at += nbytes
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    front = _LENGTH.pack(len(text)) + text
+    return front, Header(
+        [StoredTensor(name, dtype, shape, len(front) + at, nbytes) for name, dtype, shape, at, nbytes in placed], texts
+    )
+
+
+def parse_json_object(content: bytes, *, what: str, file: str) -> dict[str, Any]:
+    """The JSON object in ``content``, every name in it once. Raises ``CorruptCheckpointError`` for all else."""
+    try:
+        parsed = json.loads(content.decode(), object_pairs_hook=_without_repeats, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{what} is no JSON: {error}", file=file) from error
+    if not isinstance(parsed, dict):
+        raise CorruptCheckpointError(f"{what} is a JSON {type(parsed).__name__}, not an object", file=file)
+    return parsed
+
+
+def _parse_json(text: bytes, file: str) -> dict[str, Any]:
+    if text[:1] != b"{":
+        raise CorruptCheckpointError("no safetensors file: its header does not begin with {", file=file)
+    return parse_json_object(text, what="its header", file=file)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)!r} twice")
+    for name in found:
+        name.encode()  # JSON can spell half of a character
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _parse_texts(texts: Any, file: str) -> dict[str, str]:
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise CorruptCheckpointError(f"its {TEXTS} holds something else than texts", file=file)
+    return texts
+
+
+def _parse_tensor(name: str, described: Any, start: int, file: str) -> StoredTensor:
+    if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CorruptCheckpointError("its header needs dtype, shape and data_offsets, and no more", file=file, fqn=name)
+    dtype, shape, place = described["dtype"], described["shape"], described["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise CorruptCheckpointError(f"its dtype is {dtype!r}, which torch has no word for", file=file, fqn=name)
+    if not _are_counts(shape):
+        raise CorruptCheckpointError(f"its shape is {shape!r}", file=file, fqn=name)
+    if not _are_counts(place) or len(place) != 2 or place[0] > place[1]:
+        raise CorruptCheckpointError(f"its data_offsets are {place!r}", file=file, fqn=name)
+    torch_name, itemsize = _DTYPES[dtype]
+    nbytes = place[1] - place[0]
+    if math.prod(shape) * itemsize != nbytes:
+        raise CorruptCheckpointError(
+            f"shape {tuple(shape)} of {dtype} takes {math.prod(shape) * itemsize} bytes, its data_offsets say {nbytes}",
+            file=file,
+            fqn=name,
+        )
+    return StoredTensor(name, torch_name, tuple(shape), start + place[0], nbytes)
+
+
+def _are_counts(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+
+
+def _require_contiguous(tensors: Sequence[StoredTensor], start: int, end: int, file: str) -> None:
+    at = start
+    for tensor in tensors:
+        if tensor.offset != at:
+            kind = "a gap before it" if tensor.offset > at else "it lies over another tensor"
+            raise CorruptCheckpointError(
+                f"the tensors' bytes are not one after the other: {kind}",
+                file=file,
+                fqn=tensor.name,
+                offset=tensor.offset,
+                nbytes=tensor.nbytes,
+            )
+        at += tensor.nbytes
+    if at != end:
+        problem = f"ends too early: {at - end} bytes are missing" if at > end else f"has {end - at} bytes too many"
+        last = tensors[-1].name if tensors and at > end else ""
+        raise CorruptCheckpointError(problem, file=file, fqn=last)
