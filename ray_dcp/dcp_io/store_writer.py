@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,10 +36,11 @@ from ray_dcp.errors import (
 )
 from ray_dcp.layout import MANIFEST, METADATA, ShardFile, attempt_order, is_newer, new_attempt, parse_shard_file
 from ray_dcp.manifest import Entry, Manifest, decode_facts, encode_manifest, metadata_digest
-from ray_dcp.planning.state_dict import record_settings, tensor_problem
+from ray_dcp.planning.state_dict import tensor_problem
 from ray_dcp.points import Point, reached
+from ray_dcp.storage.local import without_sync
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.store import ObjectWriter, Store, StoredObject
+from ray_dcp.storage.store import ObjectWriter, Preallocates, Store, StoredObject
 from ray_dcp.version import __version__
 
 
@@ -66,6 +68,9 @@ class StoreWriter(StorageWriter):
     ``set_up_storage_writer``, ``prepare_local_plan`` and ``write_data`` run on every rank,
     ``prepare_global_plan`` and ``finish`` once, at the coordinator. ``step`` and ``metrics`` (JSON values) are
     recorded in the manifest. Also usable with ``torch.distributed.checkpoint.save``.
+
+    ``sync_files=False`` leaves it to the operating system when local files reach the disk: a commit then no longer
+    means that the checkpoint survives a power cut or a crash of the node. For scratch folders and tmpfs.
     """
 
     def __init__(
@@ -74,11 +79,13 @@ class StoreWriter(StorageWriter):
         *,
         step: int | None = None,
         metrics: Mapping[str, Any] | None = None,
+        sync_files: bool = True,
     ) -> None:
         super().__init__()
         self.checkpoint_id = os.fspath(checkpoint_id) if checkpoint_id is not None else ""
         self.step = step
         self.metrics = _as_json_values(metrics or {})
+        self.sync_files = sync_files
         self._attempt = ""
         self._world_size = 0
         self._planned: dict[Any, int] = {}
@@ -95,7 +102,8 @@ class StoreWriter(StorageWriter):
 
     @property
     def store(self) -> Store:
-        return open_store(self.checkpoint_id)
+        store = open_store(self.checkpoint_id)
+        return store if self.sync_files else without_sync(store)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -132,7 +140,9 @@ class StoreWriter(StorageWriter):
         if plan.items:
             key = ShardFile(target.rank, 0, target.attempt).key
             self._written_key = key
-            with self.store.put_new(key) as file, record_settings():
+            with self.store.put_new(key) as file:
+                if isinstance(file, Preallocates):
+                    file.preallocate(sum(_planned_nbytes(item) for item in plan.items))
                 sink = JoinedWrites(file)
                 for item in _python_first(plan.items):
                     written.append(_write_item(sink, item, planner, key, target.rank))
@@ -248,6 +258,13 @@ def _as_json_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _python_first(items: Iterable[WriteItem]) -> list[WriteItem]:
     """Python objects in front: a reader of a whole file then gets what it needs for a decision early."""
     return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+
+
+def _planned_nbytes(item: WriteItem) -> int:
+    """Of its payload; 0 where the plan does not say."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _write_item(sink: ObjectWriter, item: WriteItem, planner: SavePlanner, key: str, rank: int) -> StoredItem:

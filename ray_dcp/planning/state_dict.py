@@ -10,11 +10,10 @@ import io
 import pickle
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils.serialization
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import (
@@ -29,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.layout import PAYLOAD_ALIGNMENT
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import with_per_rank_items
+from ray_dcp.planning.python_record import python_record
 
 
 def collect_state(state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -60,8 +59,7 @@ class StatePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        with record_settings():
-            problems = [problem for item in plan.items for problem in self._item_problems(item)]
+        problems = [problem for item in plan.items for problem in self._item_problems(item)]
         if problems:
             raise StateDictError("the state dict holds values that cannot be saved", problems)
         return plan
@@ -88,7 +86,7 @@ class StatePlanner(DefaultSavePlanner):
             yield f"{fqn}: a sharded tensor in a {type(value).__name__} would be pickled by one rank alone: use a list"
         else:
             try:
-                self._pickled[fqn] = _pickle(value)
+                self._pickled[fqn] = python_record(value)
             except (pickle.PickleError, TypeError, AttributeError, RecursionError, NotImplementedError) as error:
                 yield f"{fqn}: a {type(value).__name__} that cannot be pickled: {error}"
 
@@ -96,12 +94,6 @@ class StatePlanner(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._pickled[write_item.index.fqn])
         return super().resolve_data(write_item)
-
-
-def record_settings() -> AbstractContextManager[Any]:
-    """Within it, what this thread gives to ``torch.save`` is stored as FORMAT.md says, whatever the user has set."""
-    settings = {"save.compute_crc32": True, "save.storage_alignment": PAYLOAD_ALIGNMENT}
-    return torch.utils.serialization.config.patch(settings)  # type: ignore[attr-defined]  # put there on import
 
 
 def tensor_problem(tensor: torch.Tensor) -> str | None:
@@ -112,9 +104,14 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return f"a tensor of layout {tensor.layout} has no rectangular values; save its parts, or a dense copy"
     if tensor.is_quantized:
         return "a quantized tensor; save its int_repr(), scale and zero point"
+    if tensor.dtype not in _STORABLE_DTYPES:
+        return f"torch.save has no record for {tensor.dtype}; save a view as another dtype"
     if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, AsyncCollectiveTensor):
         return f"a {type(tensor).__name__} wraps other tensors; save those"
     return None
+
+
+_STORABLE_DTYPES = torch.storage._dtype_to_storage_type_map().keys() | torch.storage._new_dtypes()
 
 
 def _holds_shards(value: Any) -> bool:
@@ -124,13 +121,6 @@ def _holds_shards(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_holds_shards, value))
     return isinstance(value, DTensor | ShardedTensor | LocalShards)
-
-
-def _pickle(value: Any) -> bytes:
-    """As torch's default planner stores a Python object."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 @contextmanager
@@ -161,4 +151,4 @@ def for_global_step(planner: Any) -> Any:
     )
 
 
-__all__ = ["StatePlanner", "collect_state", "for_global_step", "plan_cache_off", "record_settings", "tensor_problem"]
+__all__ = ["StatePlanner", "collect_state", "for_global_step", "plan_cache_off", "tensor_problem"]

@@ -1,9 +1,12 @@
-"""Bytes that survive a power cut: the steps a file needs before it may be relied on."""
+"""Bytes that survive a power cut: the steps a file needs before it may be relied on, and what makes them quick."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import os
+from collections.abc import Callable
 from contextlib import suppress
 
 from ray_dcp.progress import PIECE_NBYTES, advance
@@ -25,6 +28,62 @@ def write_fully(descriptor: int, chunk: bytes | bytearray | memoryview) -> int:
         rest = rest[written:]
         advance(written)
     return nbytes
+
+
+class Writeback:
+    """Has the kernel send a file to the disk while it is still being written, so that fsync has little left to do.
+
+    Measured against writes past the page cache (O_DIRECT), which take turns where a file grows, and against several
+    files a rank: neither was quicker.
+    """
+
+    _STEP_NBYTES = 8 << 20
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._begun = 0
+
+    def written_up_to(self, position: int) -> None:
+        """All before ``position`` is written; called as often as one likes."""
+        start_writeback = _libc_call("sync_file_range", ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+        if start_writeback is not None and position - self._begun >= self._STEP_NBYTES:
+            # A hint: what went wrong with the bytes is told by fsync.
+            start_writeback(self._descriptor, self._begun, position - self._begun, _SYNC_FILE_RANGE_WRITE)
+            self._begun = position
+
+
+def preallocate(descriptor: int, nbytes: int) -> None:
+    """Reserve room for a file of ``nbytes``: in one piece where possible, and a full disk is found at once.
+
+    Its size stays as it is. Raises ``OSError`` where there is no room; does nothing where the filesystem cannot.
+    """
+    reserve = _libc_call("fallocate", ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if reserve is None or nbytes <= 0:
+        return
+    while reserve(descriptor, _FALLOC_FL_KEEP_SIZE, 0, nbytes):
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(code, os.strerror(code))
+        if code != errno.EINTR:
+            return
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+_FALLOC_FL_KEEP_SIZE = 1
+
+
+@functools.cache
+def _libc_call(name: str, *argument_types: type) -> Callable[..., int] | None:
+    """A function of the C library on a descriptor, which Python does not have; None where that lacks it too.
+
+    Python's own ``posix_fallocate`` writes zeros where the filesystem cannot reserve.
+    """
+    try:
+        function: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_int, *argument_types)  # type: ignore[attr-defined]
+    return function
 
 
 def close_durably(descriptor: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import stat
@@ -12,32 +13,35 @@ from typing import Any
 
 from ray_dcp.errors import ObjectNotFoundError, StoreError
 from ray_dcp.progress import advance
-from ray_dcp.storage.durable import close_durably, fsync_folder, make_folder, write_fully
+from ray_dcp.storage.durable import Writeback, close_durably, fsync_folder, make_folder, preallocate, write_fully
 from ray_dcp.storage.failures import require_range, store_errors
 from ray_dcp.storage.keys import require_key, require_prefix
-from ray_dcp.storage.store import ObjectWriter, StoredObject
+from ray_dcp.storage.store import ObjectWriter, Store, StoredObject
 
 _TEMPORARY = re.compile(r"\.ray_dcp_[0-9a-f]{32}\.tmp")
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _MAX_RETRIES = 8
+_MAX_BUFFERS = 1024
+"""Linux takes no more in one read."""
 
 
 class LocalStore:
-    """Objects are files. What a method has returned for survives a power cut.
+    """Objects are files. What a method has returned for survives a power cut, unless ``sync_files`` is False.
 
     A folder exists while it holds something: the last ``delete`` in it removes it too, though never the root.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, sync_files: bool = True) -> None:
         # Absolute, so that it means the same after chdir and, pickled, in another process.
         self.url = os.path.abspath(os.fsdecode(root))
         self._durable_folders: set[str] = set()
+        self._sync_files = sync_files
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LocalStore, (self.url,)
+        return functools.partial(LocalStore, sync_files=self._sync_files), (self.url,)
 
     def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:
         path = self._path(require_key(key, url=self.url))
@@ -51,7 +55,7 @@ class LocalStore:
                 except BaseException:
                     os.close(descriptor)
                     raise
-                close_durably(descriptor)
+                self._close(descriptor)
                 if last_look is not None:
                     last_look()
                 os.rename(temporary, path)
@@ -59,7 +63,7 @@ class LocalStore:
                 with suppress(OSError):
                     os.unlink(temporary)
                 raise
-            fsync_folder(os.path.dirname(path))
+            self._sync_folder(os.path.dirname(path))
 
     def put_new(self, key: str) -> AbstractContextManager[ObjectWriter]:
         return self._put_new(require_key(key, url=self.url))
@@ -68,12 +72,12 @@ class LocalStore:
     def _put_new(self, key: str) -> Iterator[ObjectWriter]:
         path = self._path(key)
         with store_errors("create", url=self.url, key=key):
-            writer = _FileWriter(self._create(path), url=self.url, key=key)
+            writer = _FileWriter(self._create(path), self._close, url=self.url, key=key)
         try:
             yield writer
             with store_errors("make durable", url=self.url, key=key):
                 writer.finish()
-                fsync_folder(os.path.dirname(path))
+                self._sync_folder(os.path.dirname(path))
         except BaseException:
             writer.abandon()
             with suppress(OSError):
@@ -82,23 +86,19 @@ class LocalStore:
             raise
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        path = self._path(require_key(key, url=self.url, sibling=True))
-        with store_errors("read", url=self.url, key=key):
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except NotADirectoryError as error:
-                raise ObjectNotFoundError(f"cannot read: {error.strerror}", url=self.url, key=key) from error
-            try:
-                status = os.fstat(descriptor)
-                if stat.S_ISDIR(status.st_mode):
-                    raise ObjectNotFoundError("a folder, not an object", url=self.url, key=key)
-                wanted = require_range(url=self.url, key=key, held=status.st_size, offset=offset, nbytes=nbytes)
-                content = _read_fully(descriptor, wanted, offset)
-            finally:
-                os.close(descriptor)
+        with self._reading(key) as (descriptor, held):
+            wanted = require_range(url=self.url, key=key, held=held, offset=offset, nbytes=nbytes)
+            content = _read_fully(descriptor, wanted, offset)
         # It may have been cut short between fstat and now.
         require_range(url=self.url, key=key, held=offset + len(content), offset=offset, nbytes=wanted)
         return content
+
+    def get_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See ``ReadsInto``."""
+        with self._reading(key) as (descriptor, held):
+            wanted = require_range(url=self.url, key=key, held=held, offset=offset, nbytes=sum(map(len, buffers)))
+            end = _read_into(descriptor, list(buffers), offset)
+        require_range(url=self.url, key=key, held=end, offset=offset, nbytes=wanted)
 
     def list(self, prefix: str = "") -> Sequence[StoredObject]:
         prefix = require_prefix(prefix, url=self.url)
@@ -140,6 +140,33 @@ class LocalStore:
     def _path(self, key: str) -> str:
         return os.path.join(self.url, key) if key else self.url
 
+    def _close(self, descriptor: int) -> None:
+        if self._sync_files:
+            close_durably(descriptor)
+        else:
+            os.close(descriptor)
+
+    def _sync_folder(self, folder: str) -> None:
+        if self._sync_files:
+            fsync_folder(folder)
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[tuple[int, int]]:
+        """An open descriptor and how many bytes the file has."""
+        path = self._path(require_key(key, url=self.url, sibling=True))
+        with store_errors("read", url=self.url, key=key):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except NotADirectoryError as error:
+                raise ObjectNotFoundError(f"cannot read: {error.strerror}", url=self.url, key=key) from error
+            try:
+                status = os.fstat(descriptor)
+                if stat.S_ISDIR(status.st_mode):
+                    raise ObjectNotFoundError("a folder, not an object", url=self.url, key=key)
+                yield descriptor, status.st_size
+            finally:
+                os.close(descriptor)
+
     def _create(self, path: str) -> int:
         """Open a file that must be new, in a folder whose own name is durable."""
         for _ in range(_MAX_RETRIES):
@@ -154,6 +181,9 @@ class LocalStore:
     def _require_folder(self, folder: str) -> None:
         """Make ``folder`` exist, with its name and those of its parents up to the root durable."""
         if folder in self._durable_folders:
+            return
+        if not self._sync_files:
+            os.makedirs(folder, exist_ok=True)
             return
         if len(folder) > len(self.url):
             self._require_folder(os.path.dirname(folder))
@@ -184,12 +214,20 @@ class LocalStore:
                 fsync_folder(folder)
 
 
+def without_sync(store: Store) -> Store:
+    """The same store, which leaves it to the operating system when files reach the disk; others sync nothing anyway."""
+    return LocalStore(store.url, sync_files=False) if type(store) is LocalStore else store
+
+
 class _FileWriter:
     """Writes to one descriptor, which it closes exactly once."""
 
-    def __init__(self, descriptor: int, *, url: str, key: str) -> None:
+    def __init__(self, descriptor: int, close: Callable[[int], None], *, url: str, key: str) -> None:
         self._descriptor: int | None = descriptor
+        self._close = close
+        self._writeback = Writeback(descriptor)
         self._nbytes = 0
+        self._reserved = 0
         self._url = url
         self._key = key
 
@@ -199,7 +237,15 @@ class _FileWriter:
         with store_errors("write", url=self._url, key=self._key):
             written = write_fully(self._descriptor, chunk)
         self._nbytes += written
+        self._writeback.written_up_to(self._nbytes)
         return written
+
+    def preallocate(self, nbytes: int) -> None:
+        """See ``Preallocates``."""
+        if self._descriptor is not None:
+            with store_errors("make room for", url=self._url, key=self._key):
+                preallocate(self._descriptor, nbytes)
+                self._reserved = nbytes
 
     def tell(self) -> int:
         return self._nbytes
@@ -208,7 +254,9 @@ class _FileWriter:
         """Make the content durable and close; errors of either are raised."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            close_durably(descriptor)
+            if self._reserved > self._nbytes:
+                os.ftruncate(descriptor, self._nbytes)  # what is reserved behind its end would stay taken
+            self._close(descriptor)
 
     def abandon(self) -> None:
         """Close without a word; nothing when already closed."""
@@ -248,3 +296,16 @@ def _read_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
         offset += len(part)
         nbytes -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _read_into(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    """Fill ``buffers``; the offset behind the last byte read, an earlier one only where the file ends."""
+    buffers = [buffer for buffer in buffers if buffer]
+    while buffers and (nbytes := os.preadv(descriptor, buffers[:_MAX_BUFFERS], offset)):
+        advance(nbytes)
+        offset += nbytes
+        while buffers and nbytes >= len(buffers[0]):
+            nbytes -= len(buffers.pop(0))
+        if nbytes:
+            buffers[0] = buffers[0][nbytes:]
+    return offset

@@ -31,6 +31,15 @@ class ObjectWriter(Protocol):
         ...
 
 
+@runtime_checkable
+class Preallocates(Protocol):
+    """An ``ObjectWriter`` that can make room before the first byte comes."""
+
+    def preallocate(self, nbytes: int) -> None:
+        """Make room for about ``nbytes``. Raises ``StoreError`` where there is none."""
+        ...
+
+
 class Store(Protocol):
     """Holds bytes by key, under one root (a folder, a bucket prefix, a dict).
 

@@ -1,0 +1,59 @@
+"""``data.pkl`` of a tensor's record: what ``torch.save`` pickles for a contiguous CPU tensor in a storage of its own.
+
+Equal dtypes and shapes have equal pickles, whatever the values; so each is made once, and no tensor is pickled.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch.serialization import DEFAULT_PROTOCOL
+
+_NAME, _LOCATION = "0", "cpu"
+
+
+class _Storage:
+    """Stands for a tensor's storage, which a pickle only names."""
+
+    def __init__(self, dtype: torch.dtype, numel: int) -> None:
+        self.dtype = dtype
+        self.numel = numel
+
+
+class _StoredTensor:
+    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+        self._dtype = dtype
+        self._sizes = sizes
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As ``torch.Tensor.__reduce_ex__``: dtypes that came late have a rebuild function of their own."""
+        shape = torch.empty(self._sizes, dtype=self._dtype, device="meta")
+        storage = _Storage(self._dtype, shape.numel())
+        arguments: tuple[Any, ...] = (storage, 0, self._sizes, shape.stride(), False, OrderedDict())
+        if self._dtype in torch.storage._new_dtypes():
+            return torch._utils._rebuild_tensor_v3, (*arguments, self._dtype)
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        if obj.dtype in torch.storage._new_dtypes():
+            nbytes = obj.numel * obj.dtype.itemsize
+            return "storage", torch.UntypedStorage, _NAME, _LOCATION, nbytes
+        name = torch.storage._dtype_to_storage_type_map()[obj.dtype]
+        return "storage", getattr(torch, name), _NAME, _LOCATION, obj.numel
+
+
+@functools.lru_cache(maxsize=16384)
+def tensor_pickle(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
+    """The pickle of any contiguous CPU tensor of this dtype and shape that needs no gradient."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=DEFAULT_PROTOCOL).dump(_StoredTensor(dtype, tuple(sizes)))
+    return buffer.getvalue()
