@@ -1,0 +1,107 @@
+"""What verifying looks at and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ray_dcp.manifest import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that is not as it was written."""
+
+    file: str
+    """Key relative to the checkpoint's folder."""
+    start: int
+    """Of the byte range of the file that is concerned; ``end`` is not part of it."""
+    end: int
+    problem: str
+    fqn: str = ""
+    """Of the item that lies there; empty where it is no item's."""
+    offsets: tuple[int, ...] | None = None
+    """Of the item's chunk in the whole tensor; None for a Python object."""
+    rank: int | None = None
+    """The rank that wrote it; None where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unchecked:
+    """An item for which nothing says what its bytes should be."""
+
+    file: str
+    fqn: str
+    offsets: tuple[int, ...] | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One stored item: a record in a file."""
+
+    fqn: str
+    offsets: tuple[int, ...] | None
+    rank: int | None
+    file: str
+    start: int
+    nbytes: int
+    entry: Entry | None = None
+    """What the manifest says of it."""
+    not_checkable: str = ""
+    """Why its bytes mean nothing to us; empty where they do."""
+    padding: int = 0
+    """Bytes in front of it that must be zero."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
+
+    def fault(self, problem: str, start: int | None = None, end: int | None = None) -> Fault:
+        """A fault of this item: of its whole record, or of the bytes from ``start`` to ``end`` of its file."""
+        start = self.start if start is None else start
+        return Fault(self.file, start, self.end if end is None else end, problem, self.fqn, self.offsets, self.rank)
+
+    def unchecked(self, reason: str) -> Unchecked:
+        return Unchecked(self.file, self.fqn, self.offsets, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file, and the items in it that can be looked at, in their order."""
+
+    key: str
+    nbytes: int
+    """What there is of it; up to the last item's end where no listing shows the file."""
+    items: Sequence[Item]
+
+    @property
+    def items_end(self) -> int:
+        return self.items[-1].end if self.items else 0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What became of verifying one checkpoint; it is whole where there are no faults."""
+
+    checkpoint_id: str
+    has_manifest: bool
+    """False where the records' own checksums had to do."""
+    num_files: int
+    num_items: int
+    num_blocks: int
+    """Runs of bytes under one checksum: blocks of payloads, or entries of zip files where there is no manifest."""
+    num_blocks_checked: int
+    nbytes: int
+    """Of all shard files."""
+    nbytes_checked: int
+    """Of the blocks that were checked."""
+    sample: float | None
+    """The share of blocks that was asked for; None for all."""
+    seed: int | None
+    """Chose the sample: the same one again with it."""
+    seconds: float
+    faults: Sequence[Fault] = ()
+    unchecked: Sequence[Unchecked] = ()
+    notes: Sequence[str] = ()
+    """What is odd and no fault."""
