@@ -12,7 +12,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -131,15 +131,15 @@ def _is_well_formed(saved: Any) -> bool:
     )
 
 
-def decode_python(content: io.BytesIO, *, file: str, fqn: str, trusted: bool) -> Any:
-    """The Python object that ``torch.save`` put into ``content``.
+def decode_python(content: IO[bytes], *, file: str, fqn: str, trusted: bool, map_location: str = "cpu") -> Any:
+    """The Python object that ``torch.save`` put into ``content``, its tensors on ``map_location``.
 
     With ``trusted`` anything is loaded, running what it says. Without it only tensors, plain containers, numpy
     arrays and what the user allowed by ``torch.serialization.add_safe_globals``; else ``UnsafeDataError``.
     """
     try:
         with _numpy_allowed():
-            return torch.load(content, map_location="cpu", weights_only=not trusted)
+            return torch.load(content, map_location=map_location, weights_only=not trusted)
     except pickle.UnpicklingError as error:
         if trusted:
             raise CorruptCheckpointError(f"cannot be unpickled: {error}", file=file, fqn=fqn) from error
