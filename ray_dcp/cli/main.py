@@ -9,10 +9,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ray_dcp.cli.copy import add_copy
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.list import add_list
 from ray_dcp.cli.prune import add_prune
 from ray_dcp.cli.show import add_show
+from ray_dcp.cli.verify import add_verify
 from ray_dcp.errors import RayDcpError
 from ray_dcp.version import __version__
 
@@ -54,5 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_list(commands)
     add_show(commands)
+    add_verify(commands)
+    add_copy(commands)
     add_prune(commands)
     return parser

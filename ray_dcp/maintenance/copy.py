@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def plan_copy(
     if in_the_way and not overwrite:
         raise ConfigError(
             "DESTINATION",
-            f"{shown_url(place)} has a file {in_the_way[0]}, perhaps of a copy that was killed; --overwrite replaces it",
+            f"{shown_url(place)} has a file {in_the_way[0]} already, perhaps of a killed copy; --overwrite replaces it",
         )
     return CopyPlan(plan, place, replaced, in_the_way, is_new_folder)
 
@@ -121,6 +122,7 @@ def copy_checkpoint(plan: CopyPlan, *, on_bytes: Callable[[int], None] = lambda 
     written: list[str] = []
     with _cleaned_up(plan, store, written), readers() as pool:
         if plan.replaced_files:
+            _require_another_place(source, store)
             store.delete(METADATA)
             for key in plan.replaced_files:
                 store.delete(key)
@@ -204,6 +206,18 @@ def _get_or_none(store: Store, key: str) -> bytes | None:
         return None
 
 
+def _require_another_place(source: VerifyPlan, store: Store) -> None:
+    """What is about to be deleted must not be what is to be copied, whatever names both places have."""
+    probe = f"ray_dcp_probe_{uuid.uuid4().hex}"
+    store.put(probe, b"")
+    try:
+        is_same = _get_or_none(source.store, probe) is not None
+    finally:
+        store.delete(probe)
+    if is_same:
+        raise ConfigError("DESTINATION", f"{shown_url(store.url)} is the checkpoint that is to be copied")
+
+
 def _require_as_planned(plan: CopyPlan, store: Store) -> None:
     found = _get_or_none(store, METADATA)
     expected = None if plan.replaced_files else plan.replaced_metadata
@@ -212,9 +226,8 @@ def _require_as_planned(plan: CopyPlan, store: Store) -> None:
 
 
 def _require_own_files(plan: VerifyPlan) -> None:
-    elsewhere = [item for file in plan.files for item in file.items if file.key.startswith("../")]
-    elsewhere_faults = [fault for fault in plan.faults if fault.file.startswith("../")]
-    named = [f"{one.fqn} ({one.file})" for one in [*elsewhere, *elsewhere_faults]]
+    named = [f"{item.fqn} ({item.file})" for file in plan.files for item in file.items if _is_elsewhere(item.file)]
+    named += [f"{fault.fqn} ({fault.file})" for fault in plan.faults if _is_elsewhere(fault.file)]
     if named:
         more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
         raise ConfigError(
@@ -222,6 +235,10 @@ def _require_own_files(plan: VerifyPlan) -> None:
             f"{shown_url(plan.checkpoint_id)} needs files of other checkpoints, and a copy would not have them: "
             f"{', '.join(named[:_MAX_NAMED])}{more}. Load it and save it anew instead",
         )
+
+
+def _is_elsewhere(key: str) -> bool:
+    return key.startswith("../")
 
 
 def _require_whole(source: VerifyPlan, tally: Tally) -> None:

@@ -20,7 +20,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"ray-dcp {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["list"], ["show"], ["prune"]])
+@pytest.mark.parametrize("arguments", [[], ["list"], ["show"], ["verify"], ["copy"], ["prune"]])
 def test_each_help_ends_with_the_exit_codes(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--help"])
@@ -31,7 +31,19 @@ def test_each_help_ends_with_the_exit_codes(capsys, arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["list"], ["nope"], ["list", "a", "b"], ["show", "x", "--nope"], ["prune"], ["prune", "x", "--grace", "soon"]],
+    [
+        [],
+        ["list"],
+        ["nope"],
+        ["list", "a", "b"],
+        ["show", "x", "--nope"],
+        ["prune"],
+        ["prune", "x", "--grace", "soon"],
+        ["verify"],
+        ["verify", "x", "--sample", "0%"],
+        ["verify", "x", "--sample", "some"],
+        ["copy", "x"],
+    ],
 )
 def test_wrong_usage_is_code_two(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
