@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ray_dcp.planning.per_rank import PerRank
     from ray_dcp.pool import RankPool
     from ray_dcp.protocol.failures import CheckpointException, RankFailure
+    from ray_dcp.storage.s3_options import S3Options
 
 _HOME = {
     "save": "ray_dcp.api",
@@ -42,6 +43,7 @@ _HOME = {
     "CheckpointInfo": "ray_dcp.catalog",
     "CheckpointException": "ray_dcp.protocol.failures",
     "RankFailure": "ray_dcp.protocol.failures",
+    "S3Options": "ray_dcp.storage.s3_options",
     "StoreReader": "ray_dcp.dcp_io.store_reader",
     "StoreWriter": "ray_dcp.dcp_io.store_writer",
 }
@@ -62,6 +64,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointException",
     "RankFailure",
+    "S3Options",
     "StoreReader",
     "StoreWriter",
     "__version__",

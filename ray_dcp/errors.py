@@ -8,6 +8,7 @@
     |   |-- ObjectNotFoundError (FileNotFoundError)
     |   |-- ObjectTooShortError                  an object ends before what is asked of it
     |   |-- StorePermissionError (PermissionError)
+    |   |-- StoreUnavailableError                  it failed again and again in a way that may pass
     |   |-- NotAFolderError (NotADirectoryError)      a file lies where a folder should be
     |   `-- UnknownSchemeError (ValueError)
     |-- CheckpointNotFoundError (FileNotFoundError)   nothing committed is there, and why
@@ -88,6 +89,19 @@ class ObjectTooShortError(StoreError):
 
 class StorePermissionError(StoreError, PermissionError):
     """The store refuses this user."""
+
+
+class StoreUnavailableError(StoreError):
+    """It failed ``num_attempts`` times in ``elapsed_s`` seconds, each time in a way that may pass.
+
+    Example: a bucket's server is down or answers that it has too much to do. ``__cause__`` is the last failure.
+    """
+
+    def __init__(self, message: str, *, url: str, key: str = "", num_attempts: int, elapsed_s: float) -> None:
+        attempts = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
+        super().__init__(f"after {attempts} in {elapsed_s:.1f} s: {message}", url=url, key=key)
+        self.num_attempts = num_attempts
+        self.elapsed_s = elapsed_s
 
 
 class NotAFolderError(StoreError, NotADirectoryError):

@@ -21,6 +21,7 @@ EXAMPLES = [
     errors.ObjectNotFoundError("nothing there", url="/dir", key=".metadata"),
     errors.ObjectTooShortError("4 are missing", url="/dir", key="x"),
     errors.StorePermissionError("denied", url="/dir"),
+    errors.StoreUnavailableError("cannot put: slow down", url="s3://b/p", key="x", num_attempts=5, elapsed_s=12.0),
     errors.NotAFolderError("a file", url="/dir/file"),
     errors.UnknownSchemeError("unknown scheme", url="hdfsx://a"),
     errors.CheckpointNotFoundError("/dir", "nothing is there"),

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from pyarrow import ArrowException
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from ray_dcp.errors import NotAFolderError, ObjectNotFoundError, StoreError
+from ray_dcp.layout import parse_shard_file
 from ray_dcp.progress import PIECE_NBYTES, advance
-from ray_dcp.storage.chunks import chunk_bytes
 from ray_dcp.storage.failures import require_range, store_errors
 from ray_dcp.storage.keys import require_key, require_prefix
+from ray_dcp.storage.ranges import Piece, split_range
 from ray_dcp.storage.store import ObjectWriter, StoredObject
+from ray_dcp.storage.streams import StreamWriter
 from ray_dcp.storage.urls import shown_url
 
 _OBJECT_STORES = ("s3", "gcs")
+_ONE_REQUEST_NBYTES = 5 << 20
+"""Below this an upload in parts is never begun: no object store takes smaller parts."""
+_MAX_OPENED = 256
+_MAX_LOOKS = 8
+_Read = TypeVar("_Read")
 
 
 class ArrowStore:
@@ -27,22 +36,42 @@ class ArrowStore:
     on another filesystem a reader may see a ``put`` half done. Arrow cannot give up a stream, so an
     aborted ``put_new`` publishes what it had and deletes it. Refusing an existing key in ``put_new`` is a
     look before the write: two writers of one key at the same time are not told apart, the last one stays.
+
+    ``uploads`` is the filesystem for objects that go up in parts; ``filesystem`` by default.
     """
 
-    def __init__(self, filesystem: FileSystem, base: str, *, url: str) -> None:
+    def __init__(
+        self, filesystem: FileSystem, base: str, *, url: str, uploads: FileSystem | None = None, max_parallel: int = 8
+    ) -> None:
         self.url = url
         self._shown = shown_url(url)
         self._files = filesystem
+        self._uploads = uploads or filesystem
         self._base = base.rstrip("/")
+        self._max_parallel = max_parallel
+        self._is_bucket = filesystem.type_name in _OBJECT_STORES
+        self._opened: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"ArrowStore({self._shown!r})"
+        return f"{type(self).__name__}({self._shown!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
 
     def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:
         require_key(key, url=self._shown)
         if last_look is not None:
             last_look()  # a small object is one request, which nothing can be put in front of later
-        with self._errors("put", key), self._open_output(key) as stream:
+        # A stream that begins its upload in parts only when it has to, and then fails to, publishes what it has when it
+        # is closed: nothing, in place of what was there. ``uploads`` begins when it is opened.
+        files = self._files if len(content) < _ONE_REQUEST_NBYTES else self._uploads
+        self._forget(key)
+        with self._errors("put", key), self._open_output(files, key) as stream:
             stream.write(content)
 
     def put_new(self, key: str) -> AbstractContextManager[ObjectWriter]:
@@ -53,9 +82,10 @@ class ArrowStore:
         with self._errors("create", key):
             if self._files.get_file_info(self._path(key)).type != FileType.NotFound:
                 raise StoreError("cannot create: File exists", url=self._shown, key=key)
-            stream = self._open_output(key)
+            self._forget(key)
+            stream = self._open_output(self._uploads, key)
         try:
-            yield _StreamWriter(stream, url=self._shown, key=key)
+            yield StreamWriter(stream, url=self._shown, key=key, max_parallel=self._max_parallel)
             with self._errors("finish writing", key):
                 stream.close()
         except BaseException:
@@ -67,12 +97,29 @@ class ArrowStore:
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         require_key(key, url=self._shown, sibling=True)
-        with self._errors("read", key), self._open_input(key) as opened:
+        if offset == 0 and nbytes is None:
+            return self._get_whole(key)
+
+        def read(opened: Any) -> bytes:
             wanted = require_range(url=self._shown, key=key, held=opened.size(), offset=offset, nbytes=nbytes)
             content: bytes = opened.read_at(wanted, offset) if wanted else b""
             advance(len(content))
-        require_range(url=self._shown, key=key, held=offset + len(content), offset=offset, nbytes=wanted)
-        return content
+            return self._require_whole(content, key, offset, wanted)
+
+        return self._read(key, read)
+
+    def get_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See ``ReadsInto``: whole pieces of a buffer come straight from the connection."""
+        require_key(key, url=self._shown, sibling=True)
+
+        def read(opened: Any) -> None:
+            nbytes = sum(map(len, buffers))
+            require_range(url=self._shown, key=key, held=opened.size(), offset=offset, nbytes=nbytes)
+            for piece in split_range(offset, buffers, PIECE_NBYTES):
+                self._fill(opened, key, piece)
+                advance(piece.nbytes)
+
+        self._read(key, read)
 
     def list(self, prefix: str = "") -> Sequence[StoredObject]:
         found = self._infos(prefix, recursive=True)
@@ -89,6 +136,7 @@ class ArrowStore:
 
     def delete(self, key: str) -> None:
         require_key(key, url=self._shown)
+        self._forget(key)
         with self._errors("delete", key), suppress(FileNotFoundError):
             self._files.delete_file(self._path(key))
 
@@ -100,21 +148,83 @@ class ArrowStore:
     def _errors(self, doing: str, key: str) -> AbstractContextManager[None]:
         return store_errors(doing, url=self._shown, key=key, also=(ArrowException,))
 
-    def _open_input(self, key: str) -> Any:
+    def _get_whole(self, key: str) -> bytes:
+        # Arrow asks for the size first and then reads so much, garbage included where a put has made the object shorter
+        # in between. So the size must be the same afterwards.
+        for _ in range(_MAX_LOOKS):
+            content = self._read(key, lambda opened: bytes(opened.read_at(opened.size(), 0)) if opened.size() else b"")
+            if parse_shard_file(key.rpartition("/")[2]) or not self._is_bucket:
+                break
+            with self._errors("read", key):
+                info = self._files.get_file_info(self._path(key))
+            if info.size == len(content):
+                break
+        else:
+            raise StoreError("cannot read: it is replaced all the time", url=self._shown, key=key)
+        advance(len(content))
+        return content
+
+    def _read(self, key: str, read: Callable[[Any], _Read]) -> _Read:
+        """What ``read`` makes of the opened object; one that was opened earlier may be out of date."""
+        with self._errors("read", key):
+            opened, is_kept = self._open_input(key)
+            try:
+                return read(opened)
+            except (OSError, ArrowException):
+                self._forget(key)
+                # An answer that says no does not fit where the bytes should go, and Arrow calls that an internal
+                # failure. Opening it again says what is the matter.
+                if is_kept and self._files.get_file_info(self._path(key)).type != FileType.File:
+                    raise ObjectNotFoundError("cannot read: it is gone", url=self._shown, key=key) from None
+                raise
+            finally:
+                if not is_kept:
+                    opened.close()
+
+    def _fill(self, opened: Any, key: str, piece: Piece) -> None:
+        if len(piece.buffers) == 1:
+            segment = opened.get_stream(piece.offset, piece.nbytes)
+            nbytes = segment.readinto(piece.buffers[0])
+            if nbytes == piece.nbytes:
+                return
+        content = self._require_whole(opened.read_at(piece.nbytes, piece.offset), key, piece.offset, piece.nbytes)
+        piece.scatter(content)
+
+    def _require_whole(self, content: bytes, key: str, offset: int, nbytes: int) -> bytes:
+        require_range(url=self._shown, key=key, held=offset + len(content), offset=offset, nbytes=nbytes)
+        return content
+
+    def _open_input(self, key: str) -> tuple[Any, bool]:
+        """The opened object, and whether it is kept open: in a bucket opening is one more request, for the size."""
+        keeps = self._is_bucket and parse_shard_file(key.rpartition("/")[2]) is not None
+        with self._lock:
+            if key in self._opened:
+                self._opened.move_to_end(key)
+                return self._opened[key], True
         try:
-            return self._files.open_input_file(self._path(key))
+            opened = self._files.open_input_file(self._path(key))
         except OSError as error:
             in_a_file = isinstance(error, NotADirectoryError)
             if in_a_file or self._files.get_file_info(self._path(key)).type == FileType.Directory:
                 raise ObjectNotFoundError("cannot read: not an object", url=self._shown, key=key) from error
             raise
+        if keeps:
+            with self._lock:
+                self._opened[key] = opened
+                while len(self._opened) > _MAX_OPENED:
+                    self._opened.popitem(last=False)
+        return opened, keeps
 
-    def _open_output(self, key: str) -> Any:
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            self._opened.pop(key, None)
+
+    def _open_output(self, files: FileSystem, key: str) -> Any:
         path = self._path(key)
         # In an object store a folder would be one more object, and is never needed.
-        if self._files.type_name not in _OBJECT_STORES:
-            self._files.create_dir(path.rpartition("/")[0], recursive=True)
-        return self._files.open_output_stream(path)
+        if not self._is_bucket:
+            files.create_dir(path.rpartition("/")[0], recursive=True)
+        return files.open_output_stream(path)
 
     def _infos(self, prefix: str, *, recursive: bool) -> Sequence[Any]:
         prefix = require_prefix(prefix, url=self._shown)
@@ -127,24 +237,3 @@ class ArrowStore:
             if not found and self._files.get_file_info(folder).type == FileType.File:
                 raise NotAFolderError("a file lies where a folder should be", url=self._shown, key=prefix)
         return found
-
-
-class _StreamWriter:
-    def __init__(self, stream: Any, *, url: str, key: str) -> None:
-        self._stream = stream
-        self._nbytes = 0
-        self._url = url
-        self._key = key
-
-    def write(self, chunk: bytes | bytearray | memoryview) -> int:
-        view = chunk_bytes(chunk)
-        with store_errors("write", url=self._url, key=self._key, also=(ArrowException, ValueError)):
-            # Arrow's write is whole or raises.
-            for start in range(0, len(view), PIECE_NBYTES):
-                self._stream.write(view[start : start + PIECE_NBYTES])
-                advance(min(PIECE_NBYTES, len(view) - start))
-        self._nbytes += len(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._nbytes

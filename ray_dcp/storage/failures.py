@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +14,53 @@ from ray_dcp.errors import (
     RayDcpError,
     StoreError,
     StorePermissionError,
+    StoreUnavailableError,
 )
+
+_AWS_ERROR = re.compile(r"AWS Error (\w+)(?: \(HTTP status (\d+)\))? during")
+_CURL_CODE = re.compile(r"curlCode: (\d+)")
+_GOOGLE_ERROR = re.compile(r"google::cloud::Status\((\w+):")
+_DENIED = {
+    "ACCESS_DENIED",
+    "INVALID_ACCESS_KEY_ID",
+    "INVALID_CLIENT_TOKEN_ID",
+    "INVALID_SIGNATURE",
+    "MISSING_AUTHENTICATION_TOKEN",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "UNRECOGNIZED_CLIENT",
+    # Google's words
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+}
+_GONE = {"NO_SUCH_KEY", "RESOURCE_NOT_FOUND"}
+_PASSING = {
+    "INTERNAL_FAILURE",
+    "NETWORK_CONNECTION",
+    "REQUEST_EXPIRED",
+    "REQUEST_TIMEOUT",
+    "SERVICE_UNAVAILABLE",
+    "SLOW_DOWN",
+    "THROTTLING",
+    # Google's words
+    "ABORTED",
+    "DEADLINE_EXCEEDED",
+    "INTERNAL",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+}
+_PASSING_STATUSES = {408, 429, *range(500, 600)} - {501, 505}
+_LASTING_CURL_CODES = {1, 3, 58, 59, 60, 66, 77, 80, 82, 83, 90, 91}
+"""What the URL or the certificates are the reason for."""
+_PASSING_NUMBERS = {
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.EPIPE,
+    errno.ETIMEDOUT,
+}
 
 
 @contextmanager
@@ -38,9 +86,43 @@ def as_store_error(error: Exception, doing: str, *, url: str, key: str) -> Store
         return ObjectNotFoundError(message, url=url, key=key)
     if isinstance(error, NotADirectoryError):
         return NotAFolderError(message, url=url, key=key)
-    if isinstance(error, PermissionError) or "ACCESS_DENIED" in reason:
+    word, _ = _service_error(reason)
+    if isinstance(error, PermissionError) or word in _DENIED:
         return StorePermissionError(message, url=url, key=key)
+    if word in _GONE:
+        return ObjectNotFoundError(message, url=url, key=key)
     return StoreError(message, url=url, key=key)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether what ``error`` tells of may pass by itself: a connection, a time-out, a service that has too much to do.
+
+    Looks at what the ``StoreError`` was raised from. Never so for one that was retried already.
+    """
+    if not isinstance(error, StoreError) or isinstance(
+        error, StoreUnavailableError | ObjectNotFoundError | StorePermissionError
+    ):
+        return False
+    cause = error.__cause__
+    if isinstance(cause, ConnectionError | TimeoutError):
+        return True
+    if isinstance(cause, OSError) and cause.errno is not None:
+        return cause.errno in _PASSING_NUMBERS
+    reason = str(cause or "")
+    word, status = _service_error(reason)
+    curl_code = _CURL_CODE.search(reason)
+    if curl_code is not None and int(curl_code[1]) in _LASTING_CURL_CODES:
+        return False
+    return word in _PASSING or status in _PASSING_STATUSES
+
+
+def _service_error(reason: str) -> tuple[str, int]:
+    """What the service said of itself in Arrow's message: its word for it, and the HTTP status where it has none."""
+    amazon = _AWS_ERROR.search(reason)
+    if amazon is not None:
+        return amazon[1], int(amazon[2] or 0)
+    google = _GOOGLE_ERROR.search(reason)
+    return (google[1], 0) if google is not None else ("", 0)
 
 
 def require_range(*, url: str, key: str, held: int, offset: int, nbytes: int | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from ray_dcp.errors import ConfigError
@@ -11,6 +12,9 @@ from ray_dcp.storage.failures import store_errors
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import add_scheme, shown_url, url_scheme
+
+if TYPE_CHECKING:
+    from ray_dcp.storage.retry import RetryPolicy
 
 _openers: dict[str, Callable[[str], Store]] = {}
 
@@ -58,18 +62,35 @@ def _file_path(url: str) -> str:
 
 
 def _open_bucket(url: str, scheme: str) -> Store:
+    # Not on import: the command line lists a local folder without Arrow and tenacity.
+    from ray_dcp.storage.parallel import ParallelStore
+    from ray_dcp.storage.retry import RetryPolicy, RetryStore
+
+    if not urlsplit(url).hostname:
+        raise ConfigError("url", f"names no bucket: {shown_url(url)}")
+    if scheme == "gs":
+        policy = RetryPolicy.from_texts(RetryPolicy.texts_in(os.environ))
+        return ParallelStore(RetryStore(_open_google(url, policy), policy))
+    from ray_dcp.storage.s3 import S3Store
+
+    store = S3Store(url)
+    options = store.options
+    return ParallelStore(
+        RetryStore(store, options.retry), part_nbytes=options.part_nbytes, max_parallel=options.max_parallel
+    )
+
+
+def _open_google(url: str, policy: RetryPolicy) -> Store:
     from pyarrow import ArrowInvalid
     from pyarrow.fs import FileSystem
 
     from ray_dcp.storage.arrow import ArrowStore
 
-    if not urlsplit(url).hostname:
-        raise ConfigError("url", f"names no bucket: {shown_url(url)}")
-    # Arrow then sends a small object as one request; by default it opens a multi-part upload for every object.
-    quick = "allow_delayed_open=true" if scheme == "s3" and "allow_delayed_open" not in url else ""
+    # Else Google's client tries again by itself, for a quarter of an hour.
+    limit = "" if "retry_limit_seconds" in url else f"retry_limit_seconds={policy.max_elapsed_s:g}"
     try:
         with store_errors("open", url=shown_url(url)):
-            filesystem, base = FileSystem.from_uri(f"{url}{'&' if '?' in url else '?'}{quick}" if quick else url)
+            filesystem, base = FileSystem.from_uri(f"{url}{'&' if '?' in url else '?'}{limit}" if limit else url)
     except ArrowInvalid as error:
         raise ConfigError("url", shown_url(str(error))) from None
     return ArrowStore(filesystem, base, url=url)

@@ -4,12 +4,14 @@ Two of the hooks reach the objects *without* the store, so that a store cannot v
 """
 
 import pickle
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ray_dcp.errors import NotAFolderError, ObjectNotFoundError, StoreError
+from ray_dcp.storage.reading import get_into
 from ray_dcp.storage.store import Store
 
 KEYS = [
@@ -28,6 +30,10 @@ KEYS = [
     "n" * 200,
 ]
 NOT_KEYS = ["", "/absolute", "a//b", "a/", "..", "../x", "a/../b", "a/../../b", "./a", "a/.", "nul\0byte"]
+
+SHARD = "__0_0_ab12.distcp"
+"""A key of which each attempt has its own, so that a store may keep what it knows of the object."""
+LARGE = random.Random(0).randbytes(18_000_000)
 
 
 class StoreContract:
@@ -219,6 +225,82 @@ class StoreContract:
         for key in (f"../../{name}/key", f"../{name}/../{name}/key", f"a/../../{name}/key", "../key", f"../{name}/"):
             with pytest.raises(StoreError, match="not a key"):
                 store.get(key)
+
+    @pytest.mark.parametrize("key", ["key", SHARD])
+    def test_get_sees_what_has_become_of_an_object_since_the_last_get(self, store, key):
+        store.put(key, b"0123456789")
+        assert store.get(key, 2, 3) == b"234"
+        store.put(key, b"another")
+        assert store.get(key) == b"another"
+        store.delete(key)
+        with pytest.raises(ObjectNotFoundError):
+            store.get(key, 2, 3)
+        with store.put_new(key) as writer:
+            writer.write(b"once more")
+        assert store.get(key, 5, 4) == b"more"
+
+    def test_get_of_a_large_range_is_the_same_bytes(self, store):
+        self.put_behind(store, SHARD, LARGE)
+        assert store.get(SHARD) == LARGE
+        for offset, nbytes in [(0, len(LARGE)), (12_345, 9_000_001), (len(LARGE) - 8_500_000, 8_500_000)]:
+            assert store.get(SHARD, offset, nbytes) == LARGE[offset : offset + nbytes]
+        with pytest.raises(StoreError, match=r"\b7 are missing"):
+            store.get(SHARD, 7, len(LARGE))
+
+    # get_into
+
+    @pytest.mark.parametrize("sizes", [(), (0,), (4,), (1, 0, 2, 3), (3,) * 3, (0, 0, 8, 0)])
+    def test_get_into_fills_buffers_one_after_the_other(self, store, sizes):
+        self.put_behind(store, "key", b"0123456789")
+        buffers = [bytearray(nbytes) for nbytes in sizes]
+        get_into(store, "key", 1, [memoryview(one) for one in buffers])
+        assert b"".join(buffers) == b"123456789"[: sum(sizes)]
+
+    @pytest.mark.parametrize(
+        "sizes", [(17_000_000,), (1, 16_999_999), (5_000_000, 100, 0, 12_000_000 - 100), (1_000_000,) * 17]
+    )
+    def test_get_into_fills_large_buffers_and_nothing_beside_them(self, store, sizes):
+        self.put_behind(store, SHARD, LARGE)
+        memory = bytearray(b"\xee" * (sum(sizes) + 2))
+        rest, buffers = memoryview(memory)[1:-1], []
+        for nbytes in sizes:
+            buffers.append(rest[:nbytes])
+            rest = rest[nbytes:]
+        get_into(store, SHARD, 1234, buffers)
+        assert memory == b"\xee" + LARGE[1234 : 1234 + sum(sizes)] + b"\xee"
+
+    @pytest.mark.parametrize(("key", "held"), [("key", b"0123456789"), (SHARD, LARGE)], ids=["small", "large"])
+    def test_get_into_past_the_end_says_how_much_is_missing(self, store, key, held):
+        self.put_behind(store, key, held)
+        with pytest.raises(StoreError, match=rf"\b5 are missing.*{key}"):
+            get_into(store, key, 4, [memoryview(bytearray(len(held))), memoryview(bytearray(1))])
+
+    @pytest.mark.parametrize("nbytes", [1, 17_000_000])
+    def test_get_into_of_what_is_not_there_is_an_object_not_found(self, store, nbytes):
+        with pytest.raises(ObjectNotFoundError, match="nope"):
+            get_into(store, "nope", 0, [memoryview(bytearray(nbytes))])
+
+    def test_get_into_reaches_a_sibling(self, store):
+        name = store.url.partition("?")[0].rpartition("/")[2]
+        self.put_behind(store, "key", b"mine")
+        buffer = bytearray(2)
+        get_into(store, f"../{name}/key", 1, [memoryview(buffer)])
+        assert buffer == b"in"
+        with pytest.raises(StoreError, match="not a key"):
+            get_into(store, "../../key", 0, [memoryview(buffer)])
+
+    def test_many_threads_read_ranges_of_one_object(self, store):
+        self.put_behind(store, SHARD, LARGE)
+
+        def read(number: int) -> None:
+            offset = number * 500_000
+            buffers = [bytearray(9_000_000), bytearray(number)]
+            get_into(store, SHARD, offset, [memoryview(one) for one in buffers])
+            assert b"".join(buffers) == LARGE[offset : offset + 9_000_000 + number]
+            assert store.get(SHARD, offset, 1000) == LARGE[offset : offset + 1000]
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(read, range(16)))
 
     # list
 

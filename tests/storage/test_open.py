@@ -79,7 +79,8 @@ def test_a_folder_with_a_colon_in_its_name_can_be_meant(tmp_path, monkeypatch):
 def test_buckets_open_without_a_network(url):
     store = open_store(url)
     assert store.url == url
-    assert store._base == "bucket/a/prefix"
+    assert store.inner.url == url
+    assert store.inner._inner._base == "bucket/a/prefix"
 
 
 def test_secrets_in_a_url_are_not_shown():
