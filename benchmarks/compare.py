@@ -4,9 +4,10 @@
 Two Ray actors are the ranks of both: of a gloo process group for torch, of a rank group for ray_dcp. So both have the
 same processes, tensors and disk. Every result is verified to the bit: loads against known values, saves by a load
 with torch. The machine's own limits are probed in the same run, and each figure is shown as a share of its limit.
+At the end stands what must hold, line by line, and whether it does.
 
 Exit codes: 0 when it has measured and every result was right; 1 when a result was wrong; 2 for wrong arguments.
-Figures taken on a machine that was busy otherwise are marked as not valid.
+Figures taken on a machine that was busy otherwise are marked as not valid, and then no target has a verdict.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ _SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",  # else Ray ends the ranks when some other program takes the memory
     "RAY_AUTH_MODE": "disabled",  # a cluster of our own; else Ray leaves a token in the home folder
 }
-_WORKLOADS = ("large", "small", "scalars", "async")
-_OBJECT_STORE_NBYTES = 200 * 2**20
+_WORKLOADS = ("large", "small", "scalars", "async", "spread")
+_QUICK_NBYTES, _QUICK_READERS = 2**24, 2
+_COLUMNS = 100
+"""Of what is printed into a file or a pipe."""
 _UNIT_NBYTES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _clean_up_on_sigterm()
     from rich.console import Console
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _COLUMNS)
     try:
         report = _compare(options, console)
     except KeyboardInterrupt:
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
-    return 0 if all(result["verified"] for result in report["workloads"]) else 1
+    return 0 if report["verified"] else 1
 
 
 def _clean_up_on_sigterm() -> None:
@@ -69,7 +72,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=_WORKLOADS,
         default=_WORKLOADS,
         metavar="NAME",
-        help="of: large (save, load, reshard), small (4,000 tensors a rank), scalars (20,000), async (default: all)",
+        help="of: large (save, load, reshard; save without fsync; checksums off), small (4,000 tensors a rank), "
+        "scalars (20,000), async, spread (saved by 2 ranks, loaded by 8) (default: all)",
     )
     parser.add_argument("--runs", type=int, default=7, help="timed runs of each side (default: 7)")
     parser.add_argument(
@@ -82,8 +86,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--torch-best",
-        action="store_true",
-        help="compare also with torch at its best: two threads, cached plans, asynchronous saves in another process",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare also with torch at its best: two threads, cached plans, asynchronous saves in another process "
+        "(default: yes)",
     )
     parser.add_argument("--quick", action="store_true", help="small states, to see that all works: figures say nothing")
     parser.add_argument(
@@ -106,38 +112,75 @@ def _nbytes(text: str) -> int:
 
 
 def _compare(options: argparse.Namespace, console: Any) -> dict[str, Any]:
-    from side_by_side import machine, rounds, tables
-    from side_by_side.results import as_json
+    from side_by_side import machine, tables
     from side_by_side.sides import DURABILITY, RAY_DCP, TORCH, TORCH_BEST
-    from side_by_side.workloads import NUM_RANKS, all_workloads
+    from side_by_side.targets import as_json, lines_of
+    from side_by_side.workloads import NUM_RANKS
 
-    known = all_workloads(options.size, 4000, 20_000) if not options.quick else all_workloads(2**24, 40, 200)
     sides = [TORCH, TORCH_BEST, RAY_DCP] if options.torch_best else [TORCH, RAY_DCP]
-    chosen = [known[name] for name in _WORKLOADS if name in options.workloads]
     company = machine.Company(own_load=NUM_RANKS)
-    with contextlib.ExitStack() as until_done:
-        folder = until_done.enter_context(_temporary_folder(options.folder))
+    with _temporary_folder(options.folder) as folder:
         where = machine.this_machine(folder)
         console.print(tables.heading(where, sides, options.runs), highlight=False)
         console.print(tables.banner(company.objections_at_start()))
-        num_steps = rounds.num_steps(len(chosen), len(sides), options.runs)
-        step = until_done.enter_context(tables.Steps(console, num_steps)).begin
-        ranks = until_done.enter_context(_ranks(NUM_RANKS, folder))
-        results = [rounds.measure_workload(workload, sides, ranks, folder, options.runs, step) for workload in chosen]
-        objections = company.objections()
-    for result in results:
-        console.print(tables.table_of(result), *tables.summary_lines(result), "", sep="\n", highlight=False)
+        results, spread = _measure(options, sides, folder, console)
+    objections = company.objections()
+    verified = all(result.verified for result in [*results, *spread])
+    valid = verified and not objections and not options.quick
+    lines = lines_of(results, spread)
+    _show(results, spread, lines, valid, console)
     console.print(tables.banner(objections))
     return {
-        "valid": not objections and not options.quick,
+        "valid": valid,
         "objections": objections,
         "quick": options.quick,
+        "verified": verified,
         "num_runs": options.runs,
         "machine": dataclasses.asdict(where),
         "load_at_start": company.load_at_start,
         "durability": {side: DURABILITY[side] for side in sides},
-        "workloads": [as_json(result) for result in results],
+        "targets": [as_json(line, valid=valid) for line in lines],
+        "workloads": [result.as_json() for result in results],
+        "spread": [result.as_json() for result in spread],
     }
+
+
+def _measure(
+    options: argparse.Namespace, sides: Sequence[str], folder: str, console: Any
+) -> tuple[list[Any], list[Any]]:
+    """What the chosen workloads have shown."""
+    from side_by_side import cluster, rounds, spread, tables, workloads
+
+    size = options.size if not options.quick else _QUICK_NBYTES
+    counts = (4000, 20_000) if not options.quick else (40, 200)
+    num_readers = workloads.NUM_READERS if not options.quick else _QUICK_READERS
+    known = workloads.all_workloads(size, *counts)
+    chosen = [known[name] for name in known if name in options.workloads]
+    spreads = [workloads.spread(size, num_readers)] if "spread" in options.workloads else []
+    num_steps = sum(rounds.num_steps(workload, sides, options.runs) for workload in chosen)
+    with contextlib.ExitStack() as until_done:
+        steps = tables.Steps(console, num_steps + len(spreads) * spread.num_steps(sides))
+        step = until_done.enter_context(steps).begin
+        # Ray puts a handler of its own there, which aborts.
+        until_done.enter_context(cluster.cluster(workloads.NUM_RANKS, num_readers, when_up=_clean_up_on_sigterm))
+        ranks = until_done.enter_context(cluster.ranks(workloads.NUM_RANKS, folder))
+        for side in sides:
+            ranks.run("try_out", side, f"{folder}/try-out-{side}")
+        on = rounds.Place(ranks, cluster.coordinator_of(ranks), folder)
+        results = [rounds.measure_workload(workload, sides, on, options.runs, step) for workload in chosen]
+        read = [spread.measure_spread(each, sides, on, cluster.readers, step) for each in spreads]
+    return results, read
+
+
+def _show(results: Sequence[Any], spread: Sequence[Any], lines: Sequence[Any], valid: bool, console: Any) -> None:
+    from side_by_side import tables
+
+    for result in results:
+        console.print(tables.table_of(result), *tables.summary_lines(result), "", sep="\n", highlight=False)
+    for result in spread:
+        console.print(tables.spread_table(result), highlight=False)
+    if lines:
+        console.print(tables.targets_table(lines, valid=valid), highlight=False)
 
 
 @contextlib.contextmanager
@@ -147,28 +190,6 @@ def _temporary_folder(parent: str | None) -> Iterator[str]:
         yield os.path.abspath(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _ranks(num_ranks: int, folder: str) -> Iterator[Any]:
-    """A Ray of our own with the ranks; nothing is left of either."""
-    import ray
-    from side_by_side.rank import Rank
-
-    import ray_dcp
-
-    with contextlib.ExitStack() as until_done:
-        until_done.callback(ray.shutdown)
-        ray.init(
-            address="local",
-            num_cpus=num_ranks,
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_NBYTES,
-            log_to_driver=False,
-            logging_level="WARNING",
-        )
-        _clean_up_on_sigterm()  # Ray has put a handler of its own there, which aborts
-        yield until_done.enter_context(ray_dcp.RankPool(Rank, folder, min_ranks=num_ranks, max_ranks=num_ranks))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,19 @@ class Limit(enum.Enum):
 
     WRITE = "write + fsync"
     """Of fresh files: the better of through the page cache and past it."""
+    CACHE_WRITE = "page-cache write"
+    """Of fresh files, without fsync."""
     READ = "page-cache read"
     COPY = "memory copy"
     """No limit of a save that copies behind the caller's back: shown, never flagged."""
 
 
-PROBES_OF = {Limit.WRITE: ("write", "write_direct"), Limit.READ: ("read",), Limit.COPY: ("copy",)}
+PROBES_OF = {
+    Limit.WRITE: ("write", "write_direct"),
+    Limit.CACHE_WRITE: ("write_unsynced",),
+    Limit.READ: ("read",),
+    Limit.COPY: ("copy",),
+}
 """Methods of ``Probes``; the best of them is the limit. READ reads the file that WRITE has left."""
 
 
@@ -39,17 +46,21 @@ class Probes:
         self._other = _mapped(nbytes)
 
     def write(self, path: str) -> bool:
-        self._write_durably(path, 0, self._nbytes)
+        self._write(path, 0, self._nbytes)
         return True
 
     def write_direct(self, path: str) -> bool:
         """Whole pages only: the last one is written to its end."""
         try:
-            self._write_durably(f"{path}.direct", os.O_DIRECT, len(self._buffer))
+            self._write(f"{path}.direct", os.O_DIRECT, len(self._buffer))
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return False  # not every filesystem does this
             raise
+        return True
+
+    def write_unsynced(self, path: str) -> bool:
+        self._write(f"{path}.unsynced", 0, self._nbytes, sync=False)
         return True
 
     def read(self, path: str) -> bool:
@@ -66,13 +77,14 @@ class Probes:
         self._other[:] = self._buffer
         return True
 
-    def _write_durably(self, path: str, extra_flags: int, nbytes: int) -> None:
+    def _write(self, path: str, extra_flags: int, nbytes: int, *, sync: bool = True) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | extra_flags, 0o666)
         try:
             rest = self._buffer[:nbytes]
             while rest:
                 rest = rest[_at_least_one(os.write(descriptor, rest)) :]
-            os.fsync(descriptor)
+            if sync:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 

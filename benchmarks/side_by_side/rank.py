@@ -20,6 +20,19 @@ from side_by_side.timed_call import TimedCall, start_together, timed
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """A load of a rank, and what came of it."""
+
+    call: TimedCall
+    differences: list[str]
+    """Names of what was not loaded right."""
+    needed_nbytes: int
+    """Of the tensors that it was to fill."""
+    reported_nbytes: int | None
+    """Read from storage, as the side says; None where it says nothing. ``call.used`` has the kernel's count."""
+
+
+@dataclass(frozen=True, slots=True)
 class AsyncSave:
     """What an asynchronous save cost a rank."""
 
@@ -55,11 +68,16 @@ class Rank:
         SIDES[side].save(state.values(Layout.ROWS, self._mesh), folder)
         SIDES[side].load(state.template(Layout.ROWS, self._mesh), folder)
 
+    def expect(self, state: State) -> None:
+        """The next loads are of ``state``; nothing is held of it, nor any more of the one before."""
+        self._values = {}
+        self._probes = Probes(1)
+        self._state = state
+
     def hold(self, state: State) -> None:
         """Make ``state`` this rank's, in place of the one before; the next round is to warm up."""
         self._warming_up = True
-        self._values = {}
-        self._state = state
+        self.expect(state)
         self._values = state.values(Layout.ROWS, self._mesh)
         self._probes = Probes(-(-state.nbytes // self._mesh.size()))
 
@@ -69,15 +87,19 @@ class Rank:
     def save(self, side: str, folder: str) -> TimedCall:
         return timed(lambda: SIDES[side].save(self._values, folder), trim=self._warming_up)
 
-    def load(self, side: str, folder: str, layout: Layout) -> tuple[TimedCall, list[str]]:
-        """Also the names of what was not loaded right."""
+    def save_unsynced(self, side: str, folder: str) -> TimedCall:
+        return timed(lambda: SIDES[side].save_unsynced(self._values, folder), trim=self._warming_up)
+
+    def load(self, side: str, folder: str, layout: Layout) -> Load:
         template = self._state.template(layout, self._mesh)
-        call = timed(lambda: SIDES[side].load(template, folder), trim=self._warming_up)
-        return call, self._state.differences(template, layout, self._mesh)
+        reported: list[int | None] = []
+        call = timed(lambda: reported.append(SIDES[side].load(template, folder)), trim=self._warming_up)
+        needed_nbytes = sum(tensor.nbytes for tensor in local_tensors(template))
+        return Load(call, self._state.differences(template, layout, self._mesh), needed_nbytes, reported[0])
 
     def async_save(self, side: str, folder: str) -> AsyncSave:
         """The state is spoilt as soon as it may change: what is saved must be what it was at the call."""
-        peak = start_together(trim=self._warming_up)
+        use = start_together(trim=self._warming_up)
         start_s = time.monotonic()
         staged, wait_until_durable = SIDES[side].async_save(self._values, folder)
         stalled_s = time.monotonic() - start_s
@@ -87,7 +109,7 @@ class Rank:
         for tensor in local_tensors(self._values):
             tensor.fill_(torch.nan)
         wait_until_durable()
-        durable = TimedCall(start_s, time.monotonic(), peak.extra_nbytes())
+        durable = TimedCall(start_s, time.monotonic(), use.so_far())
         self._values = self._state.values(Layout.ROWS, self._mesh)
         return AsyncSave(stalled_s, staged_s, durable)
 

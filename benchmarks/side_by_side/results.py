@@ -20,7 +20,9 @@ class Sample:
 
     seconds: float
     extra_nbytes: int
-    """Of the rank that took most."""
+    """Of the process that took most: a rank, or ray_dcp's coordinator."""
+    cpu_s: float
+    """User and system time of all these processes."""
     differences: tuple[str, ...]
     """Names that came out wrong; empty where the result is right to the bit."""
 
@@ -43,6 +45,14 @@ class Figure:
     @property
     def median_s(self) -> float:
         return statistics.median(self.runs_s)
+
+    @property
+    def median_cpu_s(self) -> float:
+        return statistics.median(sample.cpu_s for sample in self.samples)
+
+    @property
+    def minimum_cpu_s(self) -> float:
+        return min(sample.cpu_s for sample in self.samples)
 
     @property
     def peak_extra_nbytes(self) -> int:
@@ -72,12 +82,20 @@ class Measure:
     def limit_s(self) -> float:
         return min(self.limit_runs_s)
 
-    def percent_of_limit(self, seconds: float) -> float:
-        return 100 * self.limit_s / seconds
+    @property
+    def median_limit_s(self) -> float:
+        return statistics.median(self.limit_runs_s)
+
+    def percent_by_minima(self, side: str) -> float:
+        """How much of what the machine can do at most this side has got: its best run beside the limit's best."""
+        return 100 * self.limit_s / self.figures[side].minimum_s
+
+    def percent_by_medians(self, side: str) -> float:
+        return 100 * self.median_limit_s / self.figures[side].median_s
 
     def beats_limit(self, side: str) -> bool:
         """Whether this side's figure cannot be."""
-        return self.limit is not Limit.COPY and self.percent_of_limit(self.figures[side].minimum_s) > MAX_PERCENT
+        return self.limit is not Limit.COPY and self.percent_by_minima(side) > MAX_PERCENT
 
     def ratio_of_minima(self, other: str) -> float:
         """How many times as fast as ``other`` ray_dcp is."""
@@ -106,32 +124,41 @@ class WorkloadResult:
         return self.disk_nbytes[RAY_DCP] / self.disk_nbytes[other]
 
     @property
+    def by_name(self) -> dict[str, Measure]:
+        return {measure.name: measure for measure in self.measures}
+
+    @property
     def verified(self) -> bool:
         return not any(figure.differences for measure in self.measures for figure in measure.figures.values())
 
+    def as_json(self) -> dict[str, Any]:
+        """The same data as the tables show, with every single run."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "nbytes": self.nbytes,
+            "verified": self.verified,
+            "disk_nbytes": dict(self.disk_nbytes),
+            "ratio_of_sizes": {other: self.ratio_of_sizes(other) for other in self.others},
+            "measures": [_measure_as_json(measure) for measure in self.measures],
+        }
 
-def as_json(result: WorkloadResult) -> dict[str, Any]:
-    """The same data as the tables show, with every single run."""
-    return {
-        "name": result.name,
-        "title": result.title,
-        "nbytes": result.nbytes,
-        "verified": result.verified,
-        "disk_nbytes": dict(result.disk_nbytes),
-        "ratio_of_sizes": {other: result.ratio_of_sizes(other) for other in result.others},
-        "measures": [_measure_as_json(measure, result.others) for measure in result.measures],
-    }
 
-
-def _measure_as_json(measure: Measure, others: Sequence[str]) -> dict[str, Any]:
+def _measure_as_json(measure: Measure) -> dict[str, Any]:
     return {
         "name": measure.name,
         "nbytes": measure.nbytes,
-        "limit": {"name": measure.limit.value, "min_s": measure.limit_s, "runs_s": list(measure.limit_runs_s)},
+        "limit": {
+            "name": measure.limit.value,
+            "min_s": measure.limit_s,
+            "median_s": measure.median_limit_s,
+            "runs_s": list(measure.limit_runs_s),
+        },
         "sides": {side: _figure_as_json(measure, side) for side in measure.figures},
         "ratio": {
             other: {"min": measure.ratio_of_minima(other), "median": measure.ratio_of_medians(other)}
-            for other in others
+            for other in measure.figures
+            if other != RAY_DCP
         },
     }
 
@@ -144,10 +171,11 @@ def _figure_as_json(measure: Measure, side: str) -> dict[str, Any]:
         "runs_s": figure.runs_s,
         "warm_up_s": figure.warm_up.seconds,
         "percent_of_limit": {
-            "min": measure.percent_of_limit(figure.minimum_s),
-            "median": measure.percent_of_limit(figure.median_s),
+            "min": measure.percent_by_minima(side),
+            "median": measure.percent_by_medians(side),
         },
         "beats_limit": measure.beats_limit(side),
+        "cpu_runs_s": [sample.cpu_s for sample in figure.samples],
         "peak_extra_nbytes": figure.peak_extra_nbytes,
         "num_verified": figure.num_verified,
         "differences": figure.differences,

@@ -12,17 +12,23 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ray_dcp
+from side_by_side.unchecked import checksums_off
 
 TORCH = "torch"
 TORCH_BEST = "torch_best"
 RAY_DCP = "ray_dcp"
-_OF_TORCH = "fsync of each shard file and of .metadata; not of the folder that holds their names (its default)"
+UNCHECKED = "unchecked"
+"""ray_dcp with its checksums turned off, to see what they cost."""
+OF_TORCH = (TORCH, TORCH_BEST)
+_OF_TORCH = "fsync of each shard file and of .metadata; not of the folder that holds their names"
+_OF_RAY_DCP = "fsync of each shard file, of manifest.parquet and .metadata, and of the folders"
 DURABILITY: Mapping[str, str] = {
     TORCH: _OF_TORCH,
     TORCH_BEST: _OF_TORCH,
-    RAY_DCP: "fsync of each shard file, of manifest.parquet and .metadata, and of the folders (always)",
+    RAY_DCP: _OF_RAY_DCP,
+    UNCHECKED: _OF_RAY_DCP,
 }
-"""What is durable when a save returns. Neither side is run without its fsync."""
+"""What is durable when a save returns, by default. ``save_unsynced`` is the one call without, on all sides."""
 
 WaitUntilDurable = Callable[[], Any]
 
@@ -32,7 +38,13 @@ class Side(Protocol):
 
     def save(self, state: dict[str, Any], folder: str) -> None: ...
 
-    def load(self, template: dict[str, Any], folder: str) -> None: ...
+    def save_unsynced(self, state: dict[str, Any], folder: str) -> None:
+        """Save without any fsync: into the page cache."""
+        ...
+
+    def load(self, template: dict[str, Any], folder: str) -> int | None:
+        """How many bytes this rank has read from storage, where the side says so."""
+        ...
 
     def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, WaitUntilDurable]:
         """Until when the state must not change (None: it may already), and how to wait for the end of the save."""
@@ -45,8 +57,12 @@ class TorchSide:
     def save(self, state: dict[str, Any], folder: str) -> None:
         torch_dcp.save(state, checkpoint_id=folder)
 
-    def load(self, template: dict[str, Any], folder: str) -> None:
+    def save_unsynced(self, state: dict[str, Any], folder: str) -> None:
+        torch_dcp.save(state, storage_writer=FileSystemWriter(folder, sync_files=False))
+
+    def load(self, template: dict[str, Any], folder: str) -> int | None:
         torch_dcp.load(template, checkpoint_id=folder)
+        return None
 
     def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, WaitUntilDurable]:
         saving = torch_dcp.async_save(state, checkpoint_id=folder)
@@ -68,8 +84,12 @@ class TorchBestSide:
     def save(self, state: dict[str, Any], folder: str) -> None:
         torch_dcp.save(state, storage_writer=_best_writer(folder), planner=_best_planner())
 
-    def load(self, template: dict[str, Any], folder: str) -> None:
+    def save_unsynced(self, state: dict[str, Any], folder: str) -> None:
+        torch_dcp.save(state, storage_writer=_best_writer(folder, sync_files=False), planner=_best_planner())
+
+    def load(self, template: dict[str, Any], folder: str) -> int | None:
         torch_dcp.load(template, checkpoint_id=folder)
+        return None
 
     def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, WaitUntilDurable]:
         if self._stager is None:
@@ -91,19 +111,39 @@ class RayDcpSide:
     def save(self, state: dict[str, Any], folder: str) -> None:
         ray_dcp.save(state, checkpoint_id=folder)
 
-    def load(self, template: dict[str, Any], folder: str) -> None:
-        ray_dcp.load(template, checkpoint_id=folder)
+    def save_unsynced(self, state: dict[str, Any], folder: str) -> None:
+        ray_dcp.save(state, storage_writer=ray_dcp.StoreWriter(folder, sync_files=False))
+
+    def load(self, template: dict[str, Any], folder: str) -> int | None:
+        return ray_dcp.load(template, checkpoint_id=folder).nbytes_read
 
     def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, WaitUntilDurable]:
         saving = ray_dcp.async_save(state, checkpoint_id=folder)
         return saving.staging_completion, saving.upload_completion.result
 
 
-SIDES: Mapping[str, Side] = {TORCH: TorchSide(), TORCH_BEST: TorchBestSide(), RAY_DCP: RayDcpSide()}
+class UncheckedSide(RayDcpSide):
+    """``ray_dcp`` as it would be if it computed no checksum; only for checkpoints that it has saved itself."""
+
+    def save(self, state: dict[str, Any], folder: str) -> None:
+        with checksums_off():
+            super().save(state, folder)
+
+    def load(self, template: dict[str, Any], folder: str) -> int | None:
+        with checksums_off():
+            return super().load(template, folder)
 
 
-def _best_writer(folder: str) -> FileSystemWriter:
-    return FileSystemWriter(folder, thread_count=2)
+SIDES: Mapping[str, Side] = {
+    TORCH: TorchSide(),
+    TORCH_BEST: TorchBestSide(),
+    RAY_DCP: RayDcpSide(),
+    UNCHECKED: UncheckedSide(),
+}
+
+
+def _best_writer(folder: str, *, sync_files: bool = True) -> FileSystemWriter:
+    return FileSystemWriter(folder, thread_count=2, sync_files=sync_files)
 
 
 def _best_planner() -> DefaultSavePlanner:

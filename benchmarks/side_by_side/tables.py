@@ -11,8 +11,12 @@ from rich.table import Table
 
 from side_by_side.machine import Machine
 from side_by_side.results import MAX_PERCENT, Measure, WorkloadResult
-from side_by_side.sides import DURABILITY, RAY_DCP, TORCH
+from side_by_side.sides import DURABILITY, RAY_DCP, TORCH, TORCH_BEST
+from side_by_side.spread import SpreadResult
+from side_by_side.targets import Line, Verdict
+from side_by_side.workloads import NUM_RANKS
 
+_STYLE_OF = {Verdict.MET: "green", Verdict.MISSED: "red", Verdict.NOT_VALID: "dim"}
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -60,7 +64,7 @@ def table_of(result: WorkloadResult) -> Table:
     title = f"{result.name}: {result.title}, {show_nbytes(result.nbytes)}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for name in ("min", "median", "per s", "of limit", "extra mem", "verified"):
+    for name in ("min", "median", "per s", "% of limit", "extra mem", "CPU", "right"):
         table.add_column(name, justify="right", no_wrap=True)
     for measure in result.measures:
         _add_limit(table, measure)
@@ -74,7 +78,8 @@ def summary_lines(result: WorkloadResult) -> list[str]:
     """Say of each measure, in a line, how ray_dcp compares with the others."""
     lines = []
     for measure in result.measures:
-        lines += [_comparison(f"{result.name} {measure.name}", measure, other) for other in result.others]
+        compared = [side for side in measure.figures if side != RAY_DCP]
+        lines += [_comparison(f"{result.name} {measure.name}", measure, other) for other in compared]
         lines += [_too_good(measure, side) for side in measure.figures if measure.beats_limit(side)]
         lines += [
             f"[red]{side} got {len(figure.differences)} names wrong, {figure.differences[0]} among them."
@@ -86,6 +91,50 @@ def summary_lines(result: WorkloadResult) -> list[str]:
         *lines,
         f"[bold]{result.name} size[/]: [bold]{result.ratio_of_sizes(TORCH):.2f}x[/] torch's ({own}, {torch})",
     ]
+
+
+def spread_table(result: SpreadResult) -> Table:
+    """One row for each side of each layout."""
+    title = f"{result.name}: saved by {NUM_RANKS} ranks, loaded by {result.num_readers}, {show_nbytes(result.nbytes)}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("needed", "read", "reported", "read / needed", "right"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layout, by_side in result.loads.items():
+        for side, read in by_side.items():
+            table.add_row(
+                f"{layout} {side}",
+                show_nbytes(read.needed_nbytes),
+                show_nbytes(read.counted_nbytes),
+                show_nbytes(read.reported_nbytes) if read.reported_nbytes is not None else "",
+                f"{read.read_per_needed:.2f}x",
+                "no" if read.differences else "yes",
+                style="red" if read.differences else "",
+            )
+        table.add_section()
+    return table
+
+
+def targets_table(lines: Sequence[Line], *, valid: bool) -> Table:
+    """Each line that must hold, with its verdict."""
+    table = Table(
+        title=f"Targets: by medians, to {TORCH}; by minima; by medians, to {TORCH_BEST}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("line", no_wrap=True)
+    for name in ("target", "measured", "minima", "to best", "verdict"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in lines:
+        verdict = line.verdict(valid=valid)
+        table.add_row(
+            line.name,
+            f"{'>=' if line.at_least else '<='} {line.unit.show(line.bound)}",
+            *(line.unit.show(figure) if figure is not None else "" for figure in line.figures),
+            f"[{_STYLE_OF[verdict]}]{verdict.value}",
+        )
+    return table
 
 
 def _comparison(title: str, measure: Measure, other: str) -> str:
@@ -111,7 +160,10 @@ def show_nbytes(nbytes: float) -> str:
 
 def _add_limit(table: Table, measure: Measure) -> None:
     table.add_row(
-        f"[dim]{measure.limit.value}", f"[dim]{_show_s(measure.limit_s)}", "", f"[dim]{_rate(measure, measure.limit_s)}"
+        f"[dim]{measure.limit.value}",
+        f"[dim]{_show_s(measure.limit_s)}",
+        f"[dim]{_show_s(measure.median_limit_s)}",
+        f"[dim]{_rate(measure, measure.limit_s)}",
     )
 
 
@@ -123,15 +175,16 @@ def _add_figure(table: Table, measure: Measure, side: str) -> None:
         _show_s(figure.minimum_s),
         _show_s(figure.median_s),
         _rate(measure, figure.minimum_s),
-        _show_percent(measure.percent_of_limit(figure.minimum_s)),
+        f"{_show_percent(measure.percent_by_minima(side))}, {_show_percent(measure.percent_by_medians(side))}",
         show_nbytes(figure.peak_extra_nbytes),
+        _show_s(figure.median_cpu_s),
         f"{figure.num_verified}/{len(figure.samples)}",
         style=style,
     )
 
 
 def _too_good(measure: Measure, side: str) -> str:
-    percent = measure.percent_of_limit(measure.figures[side].minimum_s)
+    percent = measure.percent_by_minima(side)
     return (
         f"[red]{side} at {percent:.0f} % of {measure.limit.value}: above {MAX_PERCENT:.0f} % it is a bug of the "
         "benchmark, or a probe that was disturbed."
@@ -143,7 +196,7 @@ def _rate(measure: Measure, seconds: float) -> str:
 
 
 def _show_percent(percent: float) -> str:
-    return f"{percent:.3g} %" if percent >= 0.1 else "< 0.1 %"
+    return f"{percent:.0f}" if percent >= 10 else f"{percent:.1g}"
 
 
 def _show_s(seconds: float) -> str:

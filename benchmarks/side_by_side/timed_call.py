@@ -1,4 +1,4 @@
-"""One timed call of a rank: from when to when, and how much memory it took on top of what the process held."""
+"""One timed call of a rank: from when to when, and what its process used meanwhile."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_HIGH_WATER = "5"
+from side_by_side.process_use import ProcessUse, Used
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +20,15 @@ class TimedCall:
 
     start_s: float
     end_s: float
-    extra_nbytes: int
-    """Highest number of resident bytes during the call less those before; shared and mapped pages count."""
+    used: Used
 
     @property
     def seconds(self) -> float:
         return self.end_s - self.start_s
 
 
-class PeakMemory:
-    """The kernel's high-water mark of this process, from the creation of this object on."""
-
-    def __init__(self) -> None:
-        _CLEAR_REFS.write_text(_RESET_HIGH_WATER)
-        self._nbytes_before = _status_nbytes("VmRSS")
-
-    def extra_nbytes(self) -> int:
-        return max(0, _status_nbytes("VmHWM") - self._nbytes_before)
-
-
-def start_together(*, trim: bool) -> PeakMemory:
-    """Returns on all ranks at once, with memory counted from then on.
+def start_together(*, trim: bool) -> ProcessUse:
+    """Returns on all ranks at once, with what the process uses counted from then on.
 
     With ``trim``, memory that was freed before goes back to the kernel first: else a call that takes it again would
     seem to need none. It makes the call slower, so it is for rounds that are not timed.
@@ -51,24 +36,19 @@ def start_together(*, trim: bool) -> PeakMemory:
     gc.collect()
     if trim:
         ctypes.CDLL(None).malloc_trim(0)
-    peak = PeakMemory()
+    use = ProcessUse()
     dist.barrier()
-    return peak
+    return use
 
 
 def timed(call: Callable[[], Any], *, trim: bool = False) -> TimedCall:
     """Time ``call`` on all ranks at once."""
-    peak = start_together(trim=trim)
+    use = start_together(trim=trim)
     start_s = time.monotonic()
     call()
-    return TimedCall(start_s, time.monotonic(), peak.extra_nbytes())
+    return TimedCall(start_s, time.monotonic(), use.so_far())
 
 
 def wall_s(calls: Sequence[TimedCall]) -> float:
     """From when the first rank began until the last one was done."""
     return max(call.end_s for call in calls) - min(call.start_s for call in calls)
-
-
-def _status_nbytes(name: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from side_by_side.probes import Limit
+from side_by_side.sides import UNCHECKED
 from side_by_side.states import Scalars, State, Tensors
 
 NUM_RANKS = 2
+NUM_READERS = 8
+"""Of the spread workload."""
 LIMIT_OF: Mapping[str, Limit] = {
     "save": Limit.WRITE,
+    "unsynced": Limit.CACHE_WRITE,
     "load": Limit.READ,
     "reshard": Limit.READ,
     "stall": Limit.COPY,
     "staged": Limit.COPY,
     "durable": Limit.WRITE,
 }
-"""Each measure, and what it is divided by. An ``async_save`` stalls until it returns, is staged when the state may
-change, and durable when the checkpoint is."""
+"""Each measure, and what it is divided by. ``unsynced`` is a save without fsync. An ``async_save`` stalls until it
+returns, is staged when the state may change, and durable when the checkpoint is."""
 _NUM_LARGE = 64
+_NUM_SPREAD = 8
+"""As large as the large ones: what a load reads of each does not depend on how many there are."""
 _LARGE_ROWS = 1024
 _SMALL_ROWS, _SMALL_COLUMNS = 32, 128
 """Of a rank: 16 KiB."""
@@ -33,17 +39,45 @@ class Workload:
     title: str
     state: State
     measures: tuple[str, ...]
+    unchecked: tuple[str, ...] = ()
+    """Measures that ray_dcp also does with its checksums turned off."""
+
+    def measures_of(self, side: str) -> tuple[str, ...]:
+        return self.unchecked if side == UNCHECKED else self.measures
+
+    def sides(self, compared: Sequence[str]) -> list[str]:
+        """In the order in which they take turns."""
+        return [*compared, UNCHECKED] if self.unchecked else [*compared]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Saved by the ranks, loaded by more of them: what counts is how much these read."""
+
+    name: str
+    state: State
+    num_readers: int
 
 
 def all_workloads(large_nbytes: int, num_small: int, num_scalars: int) -> dict[str, Workload]:
     """By name. ``large_nbytes`` is rounded so that the tensors are of one size, and can be halved both ways."""
-    columns = large_nbytes // (_NUM_LARGE * _LARGE_ROWS * _VALUE_NBYTES)
-    large = Tensors(_NUM_LARGE, _LARGE_ROWS, max(NUM_RANKS, columns - columns % NUM_RANKS))
+    large = Tensors(_NUM_LARGE, _LARGE_ROWS, _columns(large_nbytes, NUM_RANKS))
     small = Tensors(num_small, NUM_RANKS * _SMALL_ROWS, _SMALL_COLUMNS)
+    of_large = ("save", "load", "reshard", "unsynced")
     workloads = (
-        Workload("large", f"{_NUM_LARGE} large tensors", large, ("save", "load", "reshard")),
+        Workload("large", f"{_NUM_LARGE} large tensors", large, of_large, unchecked=("save", "load")),
         Workload("small", f"{num_small:,} tensors of 16 KiB a rank", small, ("save", "load")),
         Workload("scalars", f"{num_scalars:,} scalars", Scalars(num_scalars), ("save", "load")),
         Workload("async", f"{_NUM_LARGE} large tensors, async_save", large, ("stall", "staged", "durable")),
     )
     return {workload.name: workload for workload in workloads}
+
+
+def spread(large_nbytes: int, num_readers: int) -> Spread:
+    """Of some tensors as the large ones are."""
+    return Spread("spread", Tensors(_NUM_SPREAD, _LARGE_ROWS, _columns(large_nbytes, num_readers)), num_readers)
+
+
+def _columns(large_nbytes: int, num_parts: int) -> int:
+    columns = large_nbytes // (_NUM_LARGE * _LARGE_ROWS * _VALUE_NBYTES)
+    return max(num_parts, columns - columns % num_parts)

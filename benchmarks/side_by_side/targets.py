@@ -1,0 +1,177 @@
+"""What must hold, line by line, and whether it does.
+
+Verdicts are by medians of the interleaved runs. Ratios are to torch's default call; the same by minima, and to torch
+at its best, stand beside them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from side_by_side.results import Measure, WorkloadResult
+from side_by_side.sides import RAY_DCP, TORCH, TORCH_BEST, UNCHECKED
+from side_by_side.spread import SpreadResult
+
+_TIMES_AS_FAST = {
+    "large": {"save": 1.5, "unsynced": 2.5, "load": 1.5, "reshard": 2.0},
+    "small": {"save": 8.0, "load": 8.0},
+}
+_PERCENT_OF_LIMIT = {"large": {"save": 80.0, "load": 70.0}}
+_SCALARS_TIMES_AS_FAST = 10.0
+_SCALARS_MAX_NBYTES = 12e6
+_MAX_READ_PER_NEEDED = 1.1
+_MAX_CHECKED_PER_UNCHECKED = 1.1
+_MAX_CPU_PER_TORCH = 0.6
+_MAX_EXTRA_NBYTES = 64 * 2**20
+
+
+class Unit(enum.Enum):
+    """What a figure is in; the value is how many bytes, or whatever is counted, are one."""
+
+    TIMES = "x", 1
+    PERCENT = " %", 1
+    MB = " MB", 10**6
+    MIB = " MiB", 2**20
+
+    def show(self, figure: float) -> str:
+        return f"{figure / self.value[1]:.4g}{self.value[0]}"
+
+
+class Verdict(enum.Enum):
+    MET = "met"
+    MISSED = "missed"
+    NOT_VALID = "not valid"
+    """Measured while the machine had other work, on small states, or with wrong results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One target, and what was measured of it."""
+
+    name: str
+    bound: float
+    at_least: bool
+    """Otherwise at most."""
+    unit: Unit
+    measured: float
+    """By medians."""
+    by_minima: float | None = None
+    to_torch_best: float | None = None
+    """By medians, with torch's best configuration in place of its default."""
+
+    @property
+    def figures(self) -> tuple[float, float | None, float | None]:
+        """All that was measured: the one that decides, by minima, to torch at its best."""
+        return self.measured, self.by_minima, self.to_torch_best
+
+    def verdict(self, *, valid: bool) -> Verdict:
+        if not valid:
+            return Verdict.NOT_VALID
+        met = self.measured >= self.bound if self.at_least else self.measured <= self.bound
+        return Verdict.MET if met else Verdict.MISSED
+
+
+def lines_of(results: Sequence[WorkloadResult], spreads: Sequence[SpreadResult]) -> list[Line]:
+    """The lines that the workloads which were chosen have something to say to."""
+    lines: list[Line] = []
+    for result in results:
+        measures = result.by_name
+        for name, bound in _TIMES_AS_FAST.get(result.name, {}).items():
+            lines.append(_speed(f"{result.name} {name}: speed to torch", measures[name], bound))
+            if name in _PERCENT_OF_LIMIT.get(result.name, {}):
+                lines.append(_share_of_limit(result.name, measures[name], _PERCENT_OF_LIMIT[result.name][name]))
+        if result.name == "large":
+            lines += [_cost_of_checksums(measures[name]) for name in measures if UNCHECKED in measures[name].figures]
+            lines += [_cpu_of_save(measures["save"]), _memory_of_save(measures["save"])]
+        if result.name == "scalars":
+            lines += [_scalars_speed(result), _scalars_size(result)]
+    return lines + [line for spread in spreads for line in _read_per_needed(spread)]
+
+
+def as_json(line: Line, *, valid: bool) -> dict[str, Any]:
+    return {
+        "line": line.name,
+        "at_least" if line.at_least else "at_most": line.bound,
+        "unit": "bytes" if line.unit in (Unit.MB, Unit.MIB) else line.unit.value[0].strip(),
+        "measured": line.measured,
+        "by_minima": line.by_minima,
+        "to_torch_best": line.to_torch_best,
+        "verdict": line.verdict(valid=valid).value,
+    }
+
+
+def _speed(name: str, measure: Measure, bound: float) -> Line:
+    best = measure.ratio_of_medians(TORCH_BEST) if TORCH_BEST in measure.figures else None
+    return Line(name, bound, True, Unit.TIMES, measure.ratio_of_medians(TORCH), measure.ratio_of_minima(TORCH), best)
+
+
+def _share_of_limit(workload: str, measure: Measure, bound: float) -> Line:
+    name = f"{workload} {measure.name}: of raw {measure.limit.value}"
+    by_minima = measure.percent_by_minima(RAY_DCP)
+    return Line(name, bound, True, Unit.PERCENT, measure.percent_by_medians(RAY_DCP), by_minima)
+
+
+def _cost_of_checksums(measure: Measure) -> Line:
+    name = f"large {measure.name}: checksums on / off"
+    measured, by_minima = 1 / measure.ratio_of_medians(UNCHECKED), 1 / measure.ratio_of_minima(UNCHECKED)
+    return Line(name, _MAX_CHECKED_PER_UNCHECKED, False, Unit.TIMES, measured, by_minima)
+
+
+def _cpu_of_save(save: Measure) -> Line:
+    own, default, best = save.figures[RAY_DCP], save.figures[TORCH], save.figures.get(TORCH_BEST)
+    return Line(
+        name="large save: CPU time / torch's",
+        bound=_MAX_CPU_PER_TORCH,
+        at_least=False,
+        unit=Unit.TIMES,
+        measured=own.median_cpu_s / default.median_cpu_s,
+        by_minima=own.minimum_cpu_s / default.minimum_cpu_s,
+        to_torch_best=best and own.median_cpu_s / best.median_cpu_s,
+    )
+
+
+def _memory_of_save(save: Measure) -> Line:
+    """By the peak of all runs: that is what there has to be room for."""
+    peak_nbytes = save.figures[RAY_DCP].peak_extra_nbytes
+    return Line("large save: extra memory a process", _MAX_EXTRA_NBYTES, False, Unit.MIB, peak_nbytes)
+
+
+def _scalars_speed(result: WorkloadResult) -> Line:
+    own, default = _save_and_load_s(result, RAY_DCP), _save_and_load_s(result, TORCH)
+    best = _save_and_load_s(result, TORCH_BEST) if TORCH_BEST in result.others else None
+    return Line(
+        name="scalars save + load: speed to torch",
+        bound=_SCALARS_TIMES_AS_FAST,
+        at_least=True,
+        unit=Unit.TIMES,
+        measured=median(default) / median(own),
+        by_minima=min(default) / min(own),
+        to_torch_best=best and median(best) / median(own),
+    )
+
+
+def _scalars_size(result: WorkloadResult) -> Line:
+    return Line("scalars: size on disk", _SCALARS_MAX_NBYTES, False, Unit.MB, result.disk_nbytes[RAY_DCP])
+
+
+def _save_and_load_s(result: WorkloadResult, side: str) -> list[float]:
+    """Of each round, both together."""
+    runs_s = [measure.figures[side].runs_s for measure in result.measures]
+    return [sum(of_round) for of_round in zip(*runs_s, strict=True)]
+
+
+def _read_per_needed(spread: SpreadResult) -> list[Line]:
+    return [
+        Line(
+            name=f"{spread.title(layout)}: read / needed",
+            bound=_MAX_READ_PER_NEEDED,
+            at_least=False,
+            unit=Unit.TIMES,
+            measured=by_side[RAY_DCP].read_per_needed,
+        )
+        for layout, by_side in spread.loads.items()
+    ]

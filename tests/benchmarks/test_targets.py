@@ -1,0 +1,114 @@
+"""What must hold: each line has its figure, and the right verdict."""
+
+from __future__ import annotations
+
+import pytest
+
+GIB = 2**30
+
+
+@pytest.fixture
+def measured(side_by_side):
+    """Make a measure of ``{side: seconds of each run}``; each run takes as much CPU time as time."""
+    results, probes = side_by_side("results"), side_by_side("probes")
+
+    def make(name, runs_of_side, *, limit_s=1.0, extra_nbytes=0):
+        figures = {}
+        for side, runs_s in runs_of_side.items():
+            samples = [results.Sample(seconds, extra_nbytes, seconds, ()) for seconds in runs_s]
+            figures[side] = results.Figure(samples, warm_up=samples[0])
+        return results.Measure(name, GIB, probes.Limit.WRITE, [limit_s] * 3, figures)
+
+    return make
+
+
+@pytest.fixture
+def lines(side_by_side):
+    """The lines of one workload, by name."""
+
+    def make(name, measures, **disk_nbytes):
+        result = side_by_side("results").WorkloadResult(name, name, GIB, measures, disk_nbytes)
+        return {line.name: line for line in side_by_side("targets").lines_of([result], [])}
+
+    return make
+
+
+def large(measured, lines, **changes):
+    runs = {
+        "save": {"torch": [3, 3, 9], "torch_best": [2, 2, 2], "ray_dcp": [1, 1.5, 2], "unchecked": [1, 1, 1]},
+        "load": {"torch": [3, 3, 3], "ray_dcp": [2, 2, 2], "unchecked": [2, 2, 2]},
+        "reshard": {"torch": [3, 3, 3], "ray_dcp": [2, 2, 2]},
+        "unsynced": {"torch": [5, 5, 5], "ray_dcp": [2, 2, 2]},
+    }
+    measures = [measured(name, runs_of_side, **changes) for name, runs_of_side in runs.items()]
+    return lines("large", measures, torch=GIB, torch_best=GIB, ray_dcp=GIB)
+
+
+def test_ratios_are_by_medians_to_torch_with_minima_and_the_best_configuration_beside_them(measured, lines):
+    save = large(measured, lines)["large save: speed to torch"]
+    assert save.figures == (2.0, 3.0, pytest.approx(2 / 1.5))
+    assert large(measured, lines)["large load: speed to torch"].figures == (1.5, 1.5, None)
+
+
+def test_shares_of_the_limit_are_by_medians_and_by_minima(measured, lines):
+    share = large(measured, lines, limit_s=0.9)["large save: of raw write + fsync"]
+    assert share.figures == (pytest.approx(60), pytest.approx(90), None)
+
+
+def test_checksums_cost_what_a_run_takes_longer_than_without(measured, lines):
+    of_large = large(measured, lines)
+    assert of_large["large save: checksums on / off"].figures == (1.5, 1.0, None)
+    assert of_large["large load: checksums on / off"].measured == 1.0
+    assert "large reshard: checksums on / off" not in of_large
+
+
+def test_cpu_time_is_a_share_of_torchs(measured, lines):
+    assert large(measured, lines)["large save: CPU time / torch's"].figures == (0.5, pytest.approx(1 / 3), 0.75)
+
+
+def test_extra_memory_is_the_peak_of_all_runs(measured, lines):
+    assert large(measured, lines, extra_nbytes=5 * 2**20)["large save: extra memory a process"].measured == 5 * 2**20
+
+
+def test_scalars_are_saved_and_loaded_in_one_figure_round_by_round(measured, lines):
+    save = measured("save", {"torch": [10, 20, 60], "ray_dcp": [1, 2, 9]})
+    load = measured("load", {"torch": [50, 30, 10], "ray_dcp": [3, 3, 1]})
+    of_scalars = lines("scalars", [save, load], torch=30_000_000, ray_dcp=11_000_000)
+    assert of_scalars["scalars save + load: speed to torch"].figures == (60 / 5, 50 / 4, None)
+    assert of_scalars["scalars: size on disk"].measured == 11e6
+
+
+def test_bytes_read_have_a_line_for_each_layout(side_by_side):
+    spread, targets = side_by_side("spread"), side_by_side("targets")
+    counted_nbytes = {"rows": 105, "columns": 800}
+    loads = {layout: {"ray_dcp": spread.BytesRead(100, read, 100, ())} for layout, read in counted_nbytes.items()}
+    result = spread.SpreadResult("spread", 8, 100, loads)
+    rows, columns = targets.lines_of([], [result])
+    assert (rows.name, rows.measured) == ("2 -> 8 ranks, rows: read / needed", 1.05)
+    assert (columns.name, columns.measured) == ("2 -> 8 ranks, columns: read / needed", 8.0)
+    assert [line.verdict(valid=True).value for line in (rows, columns)] == ["met", "missed"]
+
+
+@pytest.mark.parametrize(
+    ("at_least", "figure", "verdict"),
+    [(True, 2.0, "met"), (True, 1.99, "missed"), (False, 2.0, "met"), (False, 2.01, "missed")],
+)
+def test_a_verdict_says_whether_the_target_is_met(side_by_side, at_least, figure, verdict):
+    targets = side_by_side("targets")
+    line = targets.Line("a line", 2.0, at_least, targets.Unit.TIMES, figure)
+    assert line.verdict(valid=True).value == verdict
+
+
+def test_a_disturbed_run_gives_no_verdict(side_by_side):
+    targets = side_by_side("targets")
+    line = targets.Line("a line", 2.0, True, targets.Unit.TIMES, 3.0)
+    assert line.verdict(valid=False).value == "not valid"
+    assert targets.as_json(line, valid=False)["measured"] == 3.0
+
+
+def test_figures_are_shown_in_the_unit_of_their_target(side_by_side):
+    unit = side_by_side("targets").Unit
+    assert unit.MB.show(12e6) == "12 MB"
+    assert unit.MIB.show(64 * 2**20) == "64 MiB"
+    assert unit.PERCENT.show(79.96) == "79.96 %"
+    assert unit.TIMES.show(1.496) == "1.496x", "what is missed by little does not look as if it were met"
