@@ -111,7 +111,7 @@ def flip_payload(run, step):
 
 def truncate(run, step):
     path = run.shard(step)
-    path.write_bytes(path.read_bytes()[:1000])
+    path.write_bytes(path.read_bytes()[:200])
 
 
 def break_manifest(run, step):

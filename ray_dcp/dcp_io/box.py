@@ -1,4 +1,4 @@
-"""Reading a box out of a stored chunk: the byte ranges that hold it, a bounded piece at a time.
+"""Reading a box out of a stored chunk into any tensor: on a device, of another dtype, not in order in memory.
 
 A chunk's payload is row-major. A box of it is runs of rows of its first dimension; rows too large for one piece are
 boxes of one dimension less. So memory stays at one piece, whatever the size of the chunk.
@@ -14,17 +14,15 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.planner import ReadItem
 
-from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.dcp_io.stored_chunk import Box, StoredChunk
 from ray_dcp.layout import BLOCK_NBYTES
-from ray_dcp.manifest import Entry
 
 PIECE_NBYTES = 16 * BLOCK_NBYTES
 """Read at a time: large enough that the blocks at its ends, read twice, cost little."""
 
-GetVerified = Callable[[Entry, int, int, int], bytes]
-"""(entry, start in payload, nbytes, number of the first block) -> checked bytes"""
+GetVerified = Callable[[int, int], bytes]
+"""(start in the payload, at a block; nbytes) -> checked bytes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +36,15 @@ class _Piece:
     target: torch.Tensor
 
 
-def read_box(get_verified: GetVerified, entry: Entry, item: ReadItem, target: torch.Tensor, *, file: str = "") -> int:
-    """Fill ``target`` with the box that ``item`` names; return how many bytes were read.
-
-    ``file`` is the entry's file in messages, where its key alone would not say enough.
-    """
-    file = file or entry.file
-    dtype = _dtype(entry, file)
-    sizes = tuple(entry.sizes or ())
-    _require_consistent(entry, sizes, dtype, item, file)
+def read_box(get_verified: GetVerified, chunk: StoredChunk, box: Box) -> int:
+    """Fill the box's target; return how many bytes were read."""
+    dtype = chunk.dtype
     nbytes_read = 0
-    for piece in _pieces(0, sizes, tuple(item.storage_offsets), target, dtype.itemsize):
+    for piece in _pieces(0, chunk.sizes, box.offsets, box.target, dtype.itemsize):
         nbytes = math.prod(piece.sizes) * dtype.itemsize
-        first_block = piece.start // BLOCK_NBYTES
-        start = first_block * BLOCK_NBYTES
-        end = min(-(-(piece.start + nbytes) // BLOCK_NBYTES) * BLOCK_NBYTES, entry.payload_nbytes)
-        content = get_verified(entry, start, end - start, first_block)
+        start = piece.start // BLOCK_NBYTES * BLOCK_NBYTES
+        end = min(-(-(piece.start + nbytes) // BLOCK_NBYTES) * BLOCK_NBYTES, chunk.nbytes)
+        content = get_verified(start, end - start)
         nbytes_read += len(content)
         _expect_read_only_buffers()
         stored = torch.frombuffer(content, dtype=torch.uint8, offset=piece.start - start, count=nbytes).view(dtype)
@@ -88,28 +79,3 @@ def _pieces(
     for row in range(0, num_rows, rows_a_piece):
         part = target[row : row + rows_a_piece]
         yield _Piece(start + (first + row) * row_nbytes, (part.shape[0], *sizes[1:]), (0, *offsets[1:]), part)
-
-
-def _dtype(entry: Entry, file: str) -> torch.dtype:
-    dtype = getattr(torch, entry.dtype or "", None)
-    if not isinstance(dtype, torch.dtype):
-        raise CorruptCheckpointError(f"the manifest gives it the dtype {entry.dtype!r}", file=file, fqn=entry.fqn)
-    return dtype
-
-
-def _require_consistent(entry: Entry, sizes: tuple[int, ...], dtype: torch.dtype, item: ReadItem, file: str) -> None:
-    """The manifest and ``.metadata`` must mean the same chunk, and the payload must be as long as its shape says."""
-    fits = len(sizes) == len(item.storage_offsets) and all(
-        offset >= 0 and offset + length <= size
-        for offset, length, size in zip(item.storage_offsets, item.lengths, sizes, strict=True)
-    )
-    num_blocks = -(-entry.payload_nbytes // BLOCK_NBYTES)
-    if (
-        not fits
-        or entry.fqn != item.storage_index.fqn
-        or entry.payload_nbytes != math.prod(sizes) * dtype.itemsize
-        or len(entry.block_crcs) != num_blocks
-    ):
-        raise CorruptCheckpointError(
-            "manifest and metadata disagree about this item", file=file, fqn=item.storage_index.fqn
-        )

@@ -8,17 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 import ray_dcp as dcp
 from ray_dcp import LocalShards
 from ray_dcp.dcp_io import box
 from ray_dcp.dcp_io.box import read_box
-from ray_dcp.dcp_io.store_reader import StoreReader
+from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
+from ray_dcp.dcp_io.record_reads import RecordReads
+from ray_dcp.dcp_io.stored_chunk import Box, StoredChunk
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import BLOCK_NBYTES
 from ray_dcp.manifest import Entry
+from ray_dcp.storage.memory import MemoryStore
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import DTYPES, same_bits
 
@@ -39,9 +40,8 @@ def entry_of(tensor: torch.Tensor, block_nbytes: int = BLOCK_NBYTES) -> Entry:
     )
 
 
-def wanted(offsets, lengths) -> ReadItem:
-    index = MetadataIndex("t", torch.Size([0] * len(offsets)))
-    return ReadItem(LoadItemType.TENSOR, index, torch.Size(offsets), index, torch.Size(offsets), torch.Size(lengths))
+def chunk_of(tensor: torch.Tensor) -> StoredChunk:
+    return StoredChunk("t", "f", 0, tensor.nbytes, tensor.dtype, tuple(tensor.shape), None)
 
 
 def sliced(tensor, offsets, lengths):
@@ -56,8 +56,8 @@ class Payload:
         self._block_nbytes = block_nbytes
         self.asked: list[int] = []
 
-    def get_verified(self, entry, start, nbytes, first_block):
-        assert start == first_block * self._block_nbytes
+    def get_verified(self, start, nbytes):
+        assert start % self._block_nbytes == 0
         assert start + nbytes <= len(self._content)
         assert nbytes % self._block_nbytes == 0 or start + nbytes == len(self._content)
         self.asked.append(nbytes)
@@ -86,7 +86,7 @@ def test_any_box_of_any_shape_equals_slicing(case, dtype, blocks_a_piece, transp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box, "BLOCK_NBYTES", block_nbytes)
         patch.setattr(box, "PIECE_NBYTES", blocks_a_piece * block_nbytes)
-        nbytes = read_box(payload.get_verified, entry_of(tensor, block_nbytes), wanted(offsets, lengths), target)
+        nbytes = read_box(payload.get_verified, chunk_of(tensor), Box(tuple(offsets), target))
     assert same_bits(target, sliced(tensor, offsets, lengths))
     assert nbytes == sum(payload.asked)
     row = max(shape[-1], 1) * dtype.itemsize if shape else dtype.itemsize
@@ -96,14 +96,14 @@ def test_any_box_of_any_shape_equals_slicing(case, dtype, blocks_a_piece, transp
 def test_a_box_that_wants_nothing_reads_nothing():
     tensor = torch.arange(12.0).reshape(3, 4)
     payload = Payload(tensor, BLOCK_NBYTES)
-    assert read_box(payload.get_verified, entry_of(tensor), wanted((1, 1), (0, 2)), torch.empty(0, 2)) == 0
+    assert read_box(payload.get_verified, chunk_of(tensor), Box((1, 1), torch.empty(0, 2))) == 0
     assert payload.asked == []
 
 
 def test_a_conversion_happens_on_the_way():
     tensor = torch.tensor([1.5, 2.5, 300.0])
     target = torch.zeros(2, dtype=torch.int64)
-    read_box(Payload(tensor, BLOCK_NBYTES).get_verified, entry_of(tensor), wanted((1,), (2,)), target)
+    read_box(Payload(tensor, BLOCK_NBYTES).get_verified, chunk_of(tensor), Box((1,), target))
     assert target.tolist() == [2, 300]
 
 
@@ -117,7 +117,6 @@ def test_a_conversion_happens_on_the_way():
         ({"payload_nbytes": 44}, "disagree"),
         ({"block_crcs": ()}, "disagree"),
         ({"block_crcs": (1, 2)}, "disagree"),
-        ({"fqn": "other"}, "disagree"),
         ({"dtype": "float64"}, "disagree"),
         ({"dtype": "nonsense"}, "dtype 'nonsense'"),
         ({"dtype": "save"}, "dtype 'save'"),
@@ -130,8 +129,9 @@ def test_an_entry_that_does_not_fit_the_metadata_is_refused_and_nothing_is_fille
     target = torch.full((1, 4), 7.0)
     entry = dataclasses.replace(entry_of(tensor), **wrong)
     with pytest.raises(CorruptCheckpointError, match=words) as caught:
-        read_box(Payload(tensor, BLOCK_NBYTES).get_verified, entry, wanted((2, 0), (1, 4)), target)
-    assert caught.value.file == "f"
+        reads = RecordReads(CheckpointFiles(MemoryStore("memory://box"), "c"), {}, unit_nbytes=1, unchecked=False)
+        reads._chunk(entry, [Box((2, 0), target)])
+    assert caught.value.file == "c/f"
     assert bool((target == 7).all())
 
 
@@ -139,13 +139,13 @@ def test_a_large_chunk_is_read_in_pieces_of_bounded_size(tmp_path, monkeypatch):
     values = torch.arange(3 * 2**20, dtype=torch.int32).reshape(3, 1024, 1024)  # rows of 4 blocks
     dcp.save({"w": values}, checkpoint_id=tmp_path, no_dist=True)
     asked = []
-    get_verified = StoreReader._get_verified
+    get_verified = RecordReads._get_verified
 
-    def recording(self, entry, start, nbytes, first_block):
+    def recording(self, wanted, chunk, start, nbytes):
         asked.append(nbytes)
-        return get_verified(self, entry, start, nbytes, first_block)
+        return get_verified(self, wanted, chunk, start, nbytes)
 
-    monkeypatch.setattr(StoreReader, "_get_verified", recording)
+    monkeypatch.setattr(RecordReads, "_get_verified", recording)
     monkeypatch.setattr(box, "PIECE_NBYTES", 2 * BLOCK_NBYTES)
     offsets, lengths = (1, 100, 7), (2, 900, 600)
     template = {"w": LocalShards(values.shape, {offsets: torch.zeros(lengths, dtype=torch.int32)})}

@@ -1,0 +1,156 @@
+"""The reads of a rank: what lies close together is read together, and several reads are in flight where it helps."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
+from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.layout import BLOCK_NBYTES
+from ray_dcp.staging.host_pieces import tensor_memory
+from ray_dcp.storage.local import LocalStore
+from ray_dcp.storage.memory import MemoryStore
+from ray_dcp.storage.store import Store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadShape:
+    """How a store is best read."""
+
+    unit_nbytes: int
+    """Of a large payload at once; whole blocks."""
+    run_nbytes: int
+    """Of small payloads at once."""
+    max_gap_nbytes: int
+    """Between two of them: more is left out."""
+    num_in_flight: int
+
+
+def read_shape(store: Store) -> ReadShape:
+    """Local files come from the page cache, one block at a time, and are checked while the CPU's cache has them."""
+    if isinstance(store, LocalStore | MemoryStore):
+        num_cpus = len(os.sched_getaffinity(0))
+        return ReadShape(BLOCK_NBYTES, 4 * BLOCK_NBYTES, 16 << 10, max(1, min(4, num_cpus // 4)))
+    return ReadShape(16 * BLOCK_NBYTES, 16 * BLOCK_NBYTES, 256 << 10, 8)
+
+
+class Part(Protocol):
+    """A range of a file's bytes that holds one value."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=Part)
+
+
+def joined(parts: Sequence[P], shape: ReadShape) -> Iterator[list[P]]:
+    """``parts``, in order of their offsets, in runs to be read at once; one that is longer than a run is alone."""
+    run: list[P] = []
+    end = 0
+    for part in parts:
+        until = max(end, part.offset + part.nbytes)
+        if run and (part.offset - end > shape.max_gap_nbytes or until - run[0].offset > shape.run_nbytes):
+            yield run
+            run, until = [], part.offset + part.nbytes
+        run.append(part)
+        end = until
+    if run:
+        yield run
+
+
+class Scratch:
+    """A thread's memory for bytes that do not go straight to where they belong."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor of ``nbytes``, the same memory as before."""
+        if len(self._held) < nbytes:
+            self._held = torch.empty(nbytes, dtype=torch.uint8)
+        return self._held[:nbytes]
+
+
+def read_run(
+    files: CheckpointFiles, run: Sequence[Part], uses: Sequence[Callable[[memoryview], None]], scratch: Scratch
+) -> int:
+    """Read all parts of a run, which are of one file, at once, and give each its bytes; how many were read."""
+    start = run[0].offset
+    end = max(part.offset + part.nbytes for part in run)
+    held = tensor_memory(scratch.take(end - start))
+    try:
+        files.fill(run[0].key, run[0].fqn, start, [held])
+    except CorruptCheckpointError:
+        # Whose bytes are missing? The first one's may all be there.
+        for part in run:
+            files.fill(part.key, part.fqn, part.offset, [held[part.offset - start :][: part.nbytes]])
+        raise
+    for part, use in zip(run, uses, strict=True):
+        use(held[part.offset - start :][: part.nbytes])
+    return end - start
+
+
+@dataclass(frozen=True, slots=True)
+class Task(Generic[T]):
+    """One read: ``read`` does it and returns how many bytes it took; what it was for is done then."""
+
+    read: Callable[[Scratch], int]
+    done: T
+
+
+def finished(tasks: Iterable[Task[T]], num_in_flight: int) -> Iterator[tuple[T, int]]:
+    """Carry out ``tasks``; what each was for, and its bytes, as they end. The first that fails ends all.
+
+    Tasks are taken as late as possible. Progress of all counts for the call of this thread.
+    """
+    if num_in_flight == 1:
+        scratch = Scratch()
+        for task in tasks:
+            yield task.done, task.read(scratch)
+        return
+    spare: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
+    for _ in range(num_in_flight):
+        spare.put(Scratch())
+
+    def read(task: Task[T]) -> int:
+        scratch = spare.get()
+        try:
+            return task.read(scratch)
+        finally:
+            spare.put(scratch)
+
+    under_way: dict[Future[int], Task[T]] = {}
+    with ThreadPoolExecutor(num_in_flight, thread_name_prefix="ray_dcp_read") as pool:
+        try:
+            for task in tasks:
+                under_way[pool.submit(contextvars.copy_context().run, read, task)] = task
+                if len(under_way) > num_in_flight:
+                    yield from _ended(under_way)
+            while under_way:
+                yield from _ended(under_way)
+        finally:
+            for future in under_way:
+                future.cancel()
+
+
+def _ended(under_way: dict[Future[int], Task[T]]) -> Iterator[tuple[T, int]]:
+    """Wait for some; raises what one of them raised."""
+    for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+        yield under_way.pop(future).done, future.result()

@@ -1,0 +1,210 @@
+"""How one record is read: which bytes, and what is done with them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from ray_dcp.dcp_io.box import read_box
+from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
+from ray_dcp.dcp_io.metadata_file import decode_python
+from ray_dcp.dcp_io.read_tasks import Scratch
+from ray_dcp.dcp_io.stored_chunk import (
+    Box,
+    StoredChunk,
+    is_direct,
+    plain_rows,
+    put_small,
+    read_large,
+    require_consistent,
+)
+from ray_dcp.dcp_io.torch_record import find_payload
+from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.manifest import Entry
+from ray_dcp.zip_record import NotARecordError
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRecord:
+    """A record and what a rank wants of it."""
+
+    key: str
+    offset: int
+    """Of the bytes that hold the value: the payload where the manifest says where that is, else the whole record."""
+    nbytes: int
+    items: Sequence[ReadItem]
+    info: _StorageInfo
+    entry: Entry | None
+    """None where torch wrote the checkpoint."""
+
+    @property
+    def fqn(self) -> str:
+        return self.items[0].storage_index.fqn
+
+
+class RecordReads:
+    """Of one checkpoint. ``tensors`` is what its metadata says of each name."""
+
+    def __init__(self, files: CheckpointFiles, tensors: dict[str, Any], *, unit_nbytes: int, unchecked: bool) -> None:
+        self._files = files
+        self._tensors = tensors
+        self._unit_nbytes = unit_nbytes
+        self._unchecked = unchecked
+
+    def use_small(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: memoryview) -> None:
+        """Fill ``targets``, one for each item, from the bytes of a record that has been read whole."""
+        boxes = _boxes(wanted, targets)
+        if wanted.entry is not None:
+            chunk = self._chunk(wanted.entry, boxes)
+            put_small(chunk, boxes, content)
+            return
+        found = self._payload_of_torch(wanted, lambda offset, nbytes: bytes(content[offset : offset + nbytes]))
+        if found is None:
+            self._load_with_torch(wanted, targets, bytes(content))
+            return
+        require_consistent(found, boxes)
+        start = found.offset - wanted.offset
+        put_small(found, boxes, content[start : start + found.nbytes])
+
+    def read_large(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], scratch: Scratch) -> int:
+        """Fill ``targets`` from the blocks that hold them; how many bytes were read."""
+        boxes = _boxes(wanted, targets)
+        if wanted.entry is not None:
+            chunk: StoredChunk | None = self._chunk(wanted.entry, boxes)
+        else:
+            get = functools.partial(self._files.get, wanted.key, wanted.fqn)
+            chunk = self._payload_of_torch(wanted, lambda offset, nbytes: get(wanted.offset + offset, nbytes))
+            if chunk is not None:
+                require_consistent(chunk, boxes)
+        if chunk is not None and all(_is_plain(chunk, box) for box in boxes):
+            fill = functools.partial(self._files.fill, wanted.key, wanted.fqn)
+            return read_large(chunk, boxes, fill, scratch.take(self._unit_nbytes))
+        if chunk is not None and wanted.entry is not None:
+            get_verified = functools.partial(self._get_verified, wanted, chunk)
+            return sum(read_box(get_verified, chunk, box) for box in boxes)
+        content = self._files.get(wanted.key, wanted.fqn, wanted.offset, wanted.nbytes)
+        self._load_with_torch(wanted, targets, content)
+        return len(content)
+
+    def hold_python(self, wanted: WantedRecord, held: list[bytes], content: memoryview) -> None:
+        """Append the checked record of a Python object to ``held``."""
+        if wanted.entry is not None:
+            self._as_chunk(wanted.entry, torch.uint8, (wanted.entry.payload_nbytes,)).verify(content)
+            held.append(bytes(content))
+            return
+        record = _transformed(wanted.info, bytes(content))
+        self._verify_zip(record, wanted)
+        held.append(record)
+
+    def _chunk(self, entry: Entry, boxes: Sequence[Box]) -> StoredChunk:
+        dtype = getattr(torch, entry.dtype or "", None)
+        if not isinstance(dtype, torch.dtype):
+            file = self._files.shown(entry.file)
+            raise CorruptCheckpointError(f"the manifest gives it the dtype {entry.dtype!r}", file=file, fqn=entry.fqn)
+        chunk = self._as_chunk(entry, dtype, tuple(entry.sizes or ()))
+        require_consistent(chunk, boxes)
+        return chunk
+
+    def _as_chunk(self, entry: Entry, dtype: torch.dtype, sizes: tuple[int, ...]) -> StoredChunk:
+        crcs = None if self._unchecked else entry.block_crcs
+        file = self._files.shown(entry.file)
+        return StoredChunk(entry.fqn, file, entry.payload_offset, entry.payload_nbytes, dtype, sizes, crcs)
+
+    def _payload_of_torch(self, wanted: WantedRecord, read: Callable[[int, int], bytes]) -> StoredChunk | None:
+        described = self._tensors.get(wanted.fqn)
+        if wanted.info.transform_descriptors or not isinstance(described, TensorStorageMetadata):
+            return None
+        try:
+            sizes = _chunk_sizes(described, wanted.items[0].storage_index)
+            found = find_payload(read, wanted.nbytes, described.properties.dtype, sizes)
+        except NotARecordError as error:
+            raise self._damaged(wanted, str(error)) from error
+        if found is None:
+            return None
+        return StoredChunk(
+            wanted.fqn, self._files.shown(wanted.key), wanted.offset + found.offset, found.nbytes,
+            described.properties.dtype, sizes, None, found.crc,
+        )  # fmt: skip
+
+    def _get_verified(self, wanted: WantedRecord, chunk: StoredChunk, start: int, nbytes: int) -> bytes:
+        content = self._files.get(wanted.key, chunk.fqn, chunk.offset + start, nbytes)
+        chunk.verify(memoryview(content), start)
+        return content
+
+    def _load_with_torch(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: bytes) -> None:
+        """For what torch alone can read: by the record's own zip CRCs, with its restricted unpickler."""
+        file = self._files.shown(wanted.key)
+        record = _transformed(wanted.info, content)
+        self._verify_zip(record, wanted)
+        loaded = decode_python(io.BytesIO(record), file=file, fqn=wanted.fqn, trusted=False)
+        if not isinstance(loaded, torch.Tensor):
+            raise CorruptCheckpointError(
+                f"holds a {type(loaded).__name__} instead of a tensor", file=file, fqn=wanted.fqn
+            )
+        for item, target in zip(wanted.items, targets, strict=True):
+            target.copy_(narrow_tensor_by_index(loaded, item.storage_offsets, item.lengths))
+
+    def _verify_zip(self, content: bytes, wanted: WantedRecord) -> None:
+        """Raise when a zip entry fails its CRC.
+
+        Old pickles that are no zip file have none to check, nor has what torch wrote with its checksums turned off
+        (``torch.serialization.set_crc32_options(False)``): it then puts 0 for all of them.
+        """
+        try:
+            if not zipfile.is_zipfile(io.BytesIO(content)):
+                return
+            with zipfile.ZipFile(io.BytesIO(content)) as record:
+                has_checksums = any(stored.CRC for stored in record.infolist())
+                damaged = record.testzip() if has_checksums else None
+        except (zipfile.BadZipFile, EOFError, OSError, ValueError, RuntimeError) as error:
+            damaged = str(error) or type(error).__name__
+        if damaged:
+            raise self._damaged(wanted, damaged)
+
+    def _damaged(self, wanted: WantedRecord, why: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"stored bytes fail their checksum ({why})",
+            file=self._files.shown(wanted.key),
+            fqn=wanted.fqn,
+            offset=wanted.offset,
+            nbytes=wanted.nbytes,
+        )
+
+
+def _boxes(wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> list[Box]:
+    return [Box(tuple(item.storage_offsets), target) for item, target in zip(wanted.items, targets, strict=True)]
+
+
+def _is_plain(chunk: StoredChunk, box: Box) -> bool:
+    return not box.target.numel() or (is_direct(box.target, chunk.dtype) and plain_rows(chunk, box) is not None)
+
+
+def _chunk_sizes(described: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
+    """Of the stored chunk that ``index`` names; its position is a hint."""
+    if index.index is not None and index.index < len(described.chunks):
+        chunk = described.chunks[index.index]
+        if chunk.offsets == index.offset:
+            return tuple(chunk.sizes)
+    return next((tuple(chunk.sizes) for chunk in described.chunks if chunk.offsets == index.offset), ())
+
+
+def _transformed(info: _StorageInfo, content: bytes) -> bytes:
+    """``content`` as it was before the writer's stream transforms (torch's ``_extensions``), if any."""
+    if not info.transform_descriptors:
+        return content
+    stream: Any = io.BytesIO(content)
+    for extension in ExtensionRegistry().from_descriptor_list(info.transform_descriptors):
+        if isinstance(extension, StreamTransformExtension):
+            stream = extension.transform_from(stream)
+    return bytes(stream.read())
