@@ -128,8 +128,8 @@ def test_an_entry_that_does_not_fit_the_metadata_is_refused_and_nothing_is_fille
     tensor = torch.arange(12.0).reshape(3, 4)
     target = torch.full((1, 4), 7.0)
     entry = dataclasses.replace(entry_of(tensor), **wrong)
+    reads = RecordReads(CheckpointFiles(MemoryStore("memory://box"), "c"), {}, unit_nbytes=1, unchecked=False)
     with pytest.raises(CorruptCheckpointError, match=words) as caught:
-        reads = RecordReads(CheckpointFiles(MemoryStore("memory://box"), "c"), {}, unit_nbytes=1, unchecked=False)
         reads._chunk(entry, [Box((2, 0), target)])
     assert caught.value.file == "c/f"
     assert bool((target == 7).all())
