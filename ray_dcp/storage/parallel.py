@@ -47,7 +47,7 @@ class ParallelStore:
             return self._inner.get(key, offset, nbytes)
         self._inner.get(key, offset + nbytes, 0)  # before memory is taken for bytes that are not there
         content = bytearray(nbytes)
-        self.get_into(key, offset, [memoryview(content)])
+        self._get_parts(key, offset, [memoryview(content)])
         return bytes(content)
 
     def get_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -57,6 +57,9 @@ class ParallelStore:
             get_into(self._inner, key, offset, buffers)
             return
         self._inner.get(key, offset + nbytes, 0)  # else the error would be about a part of the range
+        self._get_parts(key, offset, buffers)
+
+    def _get_parts(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         run_parallel(
             (
                 functools.partial(get_into, self._inner, key, piece.offset, piece.buffers)

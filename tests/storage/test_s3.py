@@ -1,9 +1,27 @@
 """The contract on a real S3 server, and how stores reach one."""
 
+import logging
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import pytest
 
+from ray_dcp.errors import (
+    ConfigError,
+    ObjectNotFoundError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
 from ray_dcp.storage.open import open_store
-from tests.storage.contract import KEYS, StoreContract
+from ray_dcp.storage.reading import get_into
+from ray_dcp.storage.retry import RetryPolicy
+from ray_dcp.storage.s3 import S3Store, part_attempts
+from ray_dcp.storage.s3_options import S3Options
+from ray_dcp.storage.urls import join_url
+from tests.storage.contract import KEYS, LARGE, SHARD, StoreContract
+from tests.storage.seaweed import BUCKET, SECRET_KEY
 
 
 def _path(store, key):
@@ -36,3 +54,271 @@ def test_a_backslash_reaches_the_server_which_lists_a_slash(s3_url, proxy):
     store.put("back\\slash", b"x")
     assert [one.target.rpartition("/")[2] for one in proxy.seen] == ["back%5Cslash"]
     assert [one.key for one in store.list()] == ["back/slash"]
+
+
+# how many requests
+
+
+def test_ranges_of_a_shard_file_ask_for_its_size_once(s3_url, proxy):
+    store = open_store(s3_url)
+    store.put(SHARD, b"0123456789")
+    for offset in range(8):
+        assert store.get(SHARD, offset, 2) == b"0123456789"[offset : offset + 2]
+        get_into(store, SHARD, offset, [memoryview(bytearray(2))])
+    assert (proxy.count("HEAD"), proxy.count("GET")) == (1, 16)
+
+
+def test_what_is_replaced_in_place_is_looked_at_anew_each_time(s3_url, proxy):
+    store = open_store(s3_url)
+    for key in (".metadata", "manifest.parquet", "__0_0.distcp"):
+        store.put(key, b"0123456789")
+        store.get(key, 0, 2)
+        open_store(s3_url).put(key, b"new")
+        with pytest.raises(StoreError, match="missing"):
+            store.get(key, 0, 10)
+
+
+def test_a_large_read_has_several_requests_in_flight(s3_url, proxy, seaweed):
+    store = open_store(S3Options(part_nbytes=1 << 20, max_parallel=4).url(s3_url))
+    open_store(s3_url).put(SHARD, LARGE)
+    at_once, waiting = threading.Barrier(4, timeout=30), []
+
+    def meet(method, target):
+        if method == "GET" and len(waiting) < 4:
+            waiting.append(target)
+            at_once.wait()
+
+    proxy.on_request = meet
+    assert store.get(SHARD, 0, 6_000_000) == LARGE[:6_000_000]
+    assert not at_once.broken
+    assert len(waiting) == 4
+
+
+def test_a_large_upload_has_several_parts_in_flight(s3_url, proxy):
+    store = open_store(s3_url)
+    at_once, waiting = threading.Barrier(3, timeout=30), []
+
+    def meet(method, target):
+        if "partNumber" in target and len(waiting) < 3:
+            waiting.append(target)
+            at_once.wait()
+
+    proxy.on_request = meet
+    with store.put_new(SHARD) as writer:
+        for _ in range(2):
+            writer.write(LARGE)
+    assert not at_once.broken
+    assert store.get(SHARD, len(LARGE), len(LARGE)) == LARGE
+
+
+def test_an_upload_holds_a_bounded_number_of_parts(s3_url, proxy):
+    """Else a fast writer and a slow network fill the memory."""
+    store = open_store(S3Options(max_parallel=1).url(s3_url))
+    started, go_on = [], threading.Event()
+
+    def hold(method, target):
+        if "partNumber" in target:
+            started.append(target)
+            go_on.wait(30)
+
+    proxy.on_request = hold
+    written = []
+
+    def write():
+        with store.put_new(SHARD) as writer:
+            for _ in range(12):
+                writer.write(LARGE[: 5 << 20])
+                written.append(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        wait([writing], timeout=1.0)
+        held = len(written)
+        go_on.set()
+        writing.result(60)
+    assert held * 5 < 16 + 2 * 10 + 5, "spooled, and twice one part"
+    assert store.list()[0].nbytes == 60 << 20
+
+
+def test_a_small_put_is_one_request(s3_url, proxy):
+    open_store(s3_url).put(".metadata", b"x" * 4_000_000)
+    assert [one.method for one in proxy.seen] == ["PUT"]
+
+
+# what must not happen
+
+
+@pytest.mark.parametrize("containing", ["uploads", "partNumber=1", "partNumber=2", "uploadId"])
+def test_a_large_put_that_fails_anywhere_leaves_the_old_object(s3_url, proxy, seaweed, containing):
+    """With ``allow_delayed_open`` Arrow put an empty object in its place when the upload could not begin."""
+    store = open_store(s3_url)
+    store.put(".metadata", b"old")
+    proxy.fail(status=503, times=1000, method="POST" if containing in ("uploads", "uploadId") else "PUT",
+               containing=containing)  # fmt: skip
+    with pytest.raises(StoreUnavailableError):
+        store.put(".metadata", LARGE)
+    assert seaweed.get(f"{s3_url.removeprefix('s3://')}/.metadata") == b"old"
+
+
+def test_an_object_that_becomes_shorter_or_longer_while_it_is_read_is_read_again(s3_url, proxy):
+    store = open_store(s3_url)
+    other = S3Store(s3_url)
+    for before, after in [(b"a long object", b"short"), (b"short", b"a long object")]:
+        store.put(".metadata", before)
+        contents = [after]
+
+        def replace(method, target, contents=contents):
+            if method == "GET" and contents:
+                content = contents.pop()
+                other.put(".metadata", content)
+
+        proxy.on_request = replace
+        assert store.get(".metadata") == after
+        assert contents == []
+
+
+# how to reach it
+
+
+def test_options_make_a_url_that_says_all_of_them_again():
+    options = S3Options(
+        endpoint="http://host:9000",
+        region="here",
+        access_key="key/with+odd@signs",
+        secret_key="secret:?&%=/",
+        session_token="to&ken",
+        force_virtual_addressing=True,
+        tls_ca_file_path="/etc/a file.pem",
+        connect_timeout_s=1.5,
+        request_timeout_s=2,
+        part_nbytes=1 << 20,
+        max_parallel=3,
+        retry=RetryPolicy(max_attempts=2, max_elapsed_s=9),
+    )
+    url = options.url("s3://bucket/run/1")
+    assert S3Options.from_url(url) == options
+    assert S3Options.from_url(join_url(url, "step-1")) == options
+    assert S3Options().url("s3://bucket/run") == "s3://bucket/run"
+    assert S3Options(anonymous=True).url("s3://b/x") == "s3://b/x?anonymous=true"
+
+
+def test_the_url_says_more_than_the_environment():
+    variables = {
+        "RAY_DCP_S3_ENDPOINT": "https://a:1",
+        "RAY_DCP_S3_REGION": "r",
+        "RAY_DCP_S3_MAX_PARALLEL": "2",
+        "RAY_DCP_S3_ACCESS_KEY": "k",
+        "RAY_DCP_S3_SECRET_KEY": "s",
+        "RAY_DCP_RETRY_MAX_ATTEMPTS": "2",
+        "RAY_DCP_RETRY_MAX_ELAPSED_S": "3",
+    }
+    options = S3Options.from_url("s3://b/x?region=q&retry_max_attempts=7", variables)
+    assert (options.endpoint, options.scheme, options.region, options.max_parallel) == ("a:1", "https", "q", 2)
+    assert (options.access_key, options.secret_key) == ("k", "s")
+    assert (options.retry.max_attempts, options.retry.max_elapsed_s) == (7, 3)
+    assert S3Options.from_url("s3://b/x?anonymous=true", variables).access_key is None
+    assert S3Options.from_url("s3://me:mine@b/x", variables).secret_key == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"),
+    [
+        ({"endpoint": "ftp://host"}, "scheme"),
+        ({"endpoint": "host/path"}, "endpoint"),
+        ({"endpoint": ""}, "endpoint"),
+        ({"access_key": "a"}, "secret_key"),
+        ({"secret_key": "a"}, "secret_key"),
+        ({"session_token": "a"}, "session_token"),
+        ({"anonymous": True, "access_key": "a", "secret_key": "b"}, "anonymous"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s"),
+        ({"request_timeout_s": 0.5}, "request_timeout_s"),
+        ({"part_nbytes": 1}, "part_nbytes"),
+        ({"max_parallel": 0}, "max_parallel"),
+        ({"max_parallel": 1.5}, "max_parallel"),
+    ],
+)
+def test_options_are_checked_when_they_are_made(given, setting):
+    with pytest.raises(ConfigError, match=setting):
+        S3Options(**given)
+
+
+@pytest.mark.parametrize(
+    ("url", "setting"),
+    [
+        ("s3://b/x?no_such_parameter=1", "no_such_parameter"),
+        ("s3://b/x?max_parallel=many", "max_parallel"),
+        ("s3://b/x?anonymous=perhaps", "anonymous"),
+        ("s3://b/x?retry_max_attempts=0", "max_attempts"),
+        ("s3://b/x?retry_max_elapsed_s=long", "retry_max_elapsed_s"),
+    ],
+)
+def test_a_parameter_that_is_wrong_is_named(url, setting):
+    with pytest.raises(ConfigError, match=setting):
+        open_store(url)
+
+
+@pytest.mark.parametrize("place", ["s3://b/x?region=y", "s3://a:b@b/x", "/folder", "gs://b/x", "s3:///x"])
+def test_options_go_into_a_plain_url_only(place):
+    with pytest.raises(ConfigError, match="place"):
+        S3Options(region="here").url(place)
+
+
+def test_keys_are_never_shown(seaweed, caplog):
+    options = S3Options(
+        endpoint="http://127.0.0.1:1",
+        region="r",
+        access_key="hidden-1",
+        secret_key="hidden-2",
+        session_token="hidden-3",
+        retry=RetryPolicy(max_attempts=2, initial_backoff_s=0.001),
+    )
+    store = open_store(options.url(f"s3://{BUCKET}/x"))
+    with caplog.at_level(logging.DEBUG), pytest.raises(StoreUnavailableError) as caught:
+        store.get("key")
+    shown = [repr(options), repr(store), str(caught.value), str(caught.value.__cause__), caplog.text]
+    shown.append(str(pickle.dumps(caught.value)))
+    assert "hidden" not in "".join(shown)
+    assert "127.0.0.1:1" in str(caught.value)
+
+
+def test_keys_of_the_environment_stay_in_their_process(s3_url, monkeypatch):
+    store = open_store(s3_url)
+    store.put("key", b"x")
+    assert SECRET_KEY not in str(pickle.dumps(store))
+    assert pickle.loads(pickle.dumps(store)).get("key") == b"x"
+
+
+def test_a_key_that_may_only_read_is_told_so_at_once(s3_url, seaweed, proxy):
+    open_store(s3_url).put("key", b"x")
+    reader = open_store(S3Options(access_key="reader", secret_key=SECRET_KEY).url(s3_url))
+    assert reader.get("key") == b"x"
+    before = len(proxy.seen)
+    for call in (lambda: reader.put("key", b"y"), lambda: reader.delete("key")):
+        with pytest.raises(StorePermissionError, match="ACCESS_DENIED"):
+            call()
+    assert len(proxy.seen) - before == 3, "the second one looks whether the object is there first"
+    wrong = open_store(S3Options(access_key="reader", secret_key="wrong").url(s3_url))
+    for call in (lambda: wrong.get("key"), lambda: wrong.put("key", b"y"), lambda: wrong.list()):
+        with pytest.raises(StorePermissionError):
+            call()
+
+
+def test_a_bucket_that_is_not_there_is_told_at_once(seaweed, s3_url, proxy):
+    store = open_store("s3://no-such-bucket/x")
+    with pytest.raises(ObjectNotFoundError):
+        store.get("key")
+    assert store.list() == []
+    reader = open_store(S3Options(access_key="reader", secret_key=SECRET_KEY).url("s3://no-such-bucket/x"))
+    with pytest.raises(StoreError) as caught:
+        reader.put("key", b"x")
+    assert not isinstance(caught.value, StoreUnavailableError)
+
+
+def test_a_percent_sign_in_a_url_is_read_as_in_any_url(s3_url, seaweed):
+    open_store(f"{s3_url}/a%20b").put("key", b"x")
+    assert seaweed.get(f"{s3_url.removeprefix('s3://')}/a b/key") == b"x"
+
+
+@pytest.mark.parametrize(("policy", "attempts"), [((20, 120), 9), ((3, 120), 3), ((20, 1), 1), ((20, 2), 2)])
+def test_parts_are_sent_again_for_as_long_as_the_policy_allows(policy, attempts):
+    assert part_attempts(RetryPolicy(max_attempts=policy[0], max_elapsed_s=policy[1])) == attempts
