@@ -190,10 +190,8 @@ def _metadata_items(found: _Found) -> list[Item]:
     for fqn, offsets in _chunks(metadata):
         if (fqn, offsets) not in placed:
             found.faults.append(Fault(METADATA, 0, len(found.metadata), "no place is given for it", fqn, offsets))
-    if found.manifest_content is None and not found.faults and any(parse_shard_file(item.file) for item in items):
-        found.notes.append(
-            f"there is no {MANIFEST}, though ray_dcp wrote these files: the records' own checksums count"
-        )
+    if found.manifest_missing and any(parse_shard_file(item.file) for item in items):
+        found.faults.append(Fault(MANIFEST, 0, 0, "it is missing; ray_dcp wrote one with these files"))
     return items
 
 
@@ -239,7 +237,7 @@ def _plan_file(store: Store, key: str, items: list[Item], held: Mapping[str, int
         for item in short
     ]
     if nbytes > last:
-        if found.manifest is not None:
+        if parse_shard_file(key) is not None:
             found.faults.append(Fault(key, last, nbytes, "bytes behind the last record, which ray_dcp did not write"))
         else:
             found.notes.append(f"{key}: {nbytes - last} bytes behind the last record belong to no item")
@@ -262,12 +260,14 @@ def _apart(items: Iterable[Item], found: _Found) -> list[Item]:
 
 
 def _with_padding(items: Iterable[Item], found: _Found) -> Iterator[Item]:
+    """Items with what lies between them: zeros, and few, where ray_dcp wrote the file."""
     end = 0
     for item in items:
         gap = item.start - end
-        if 0 < gap < PAYLOAD_ALIGNMENT and item.entry is not None:
+        is_ours = parse_shard_file(item.file) is not None
+        if is_ours and 0 < gap < PAYLOAD_ALIGNMENT:
             item = dataclasses.replace(item, padding=gap)
-        elif gap and item.entry is not None:
+        elif is_ours and gap:
             found.faults.append(Fault(item.file, end, item.start, "bytes that belong to no record"))
         elif gap:
             found.notes.append(f"{item.file}: bytes {end} to {item.start} belong to no item")

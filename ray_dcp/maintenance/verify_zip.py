@@ -55,25 +55,30 @@ def find_zip_problems(read: Read, nbytes: int) -> Iterator[ZipProblem]:
     For a record that ``zip_record.read_entries`` reads. All of the structure is read, most of it twice.
     """
     directory = read_directory(read, nbytes)
-    entries = sorted(directory.entries, key=lambda entry: entry.header_at)
+    directory_end = directory.offset + directory.nbytes
+    differing = list(_differing(directory, read))
+    yield from differing
+    if differing or read(directory.offset, directory.nbytes) != b"".join(map(_central, directory.entries)):
+        # Where two disagree, either may be the damaged one.
+        problem = "the zip directory is damaged" if not differing else "the zip directory differs from its entries"
+        yield ZipProblem(directory.offset, directory_end, problem)
+    if read(directory_end, nbytes - directory_end) not in _ends(directory):
+        yield ZipProblem(directory_end, nbytes, "the end of the zip file is damaged")
+
+
+def _differing(directory: Directory, read: Read) -> Iterator[ZipProblem]:
+    """What stands around the entries' contents and is not what the directory says."""
     before, end = None, 0
-    for entry in entries:
-        header = read(entry.header_at, LOCAL.size)
-        name_nbytes, extra_nbytes = LOCAL.unpack(header)[-2:]
+    for entry in sorted(directory.entries, key=lambda entry: entry.header_at):
+        name_nbytes, extra_nbytes = LOCAL.unpack(read(entry.header_at, LOCAL.size))[-2:]
         header_nbytes = LOCAL.size + name_nbytes + extra_nbytes
         yield from _descriptor_problems(before, end, entry.header_at, read)
         header = read(entry.header_at, header_nbytes)
         if not _is_right_header(entry, header[: LOCAL.size], header[LOCAL.size :], name_nbytes):
-            problem = f"the zip header of {_plain(entry)} is damaged"
+            problem = f"the zip header of {_plain(entry)} differs from the zip directory"
             yield ZipProblem(entry.header_at, entry.header_at + header_nbytes, problem)
         before, end = entry, entry.header_at + header_nbytes + entry.nbytes
     yield from _descriptor_problems(before, end, directory.offset, read)
-    if read(directory.offset, directory.nbytes) != b"".join(_central(entry) for entry in directory.entries):
-        problem = "the zip directory is damaged"
-        yield ZipProblem(directory.offset, directory.offset + directory.nbytes, problem)
-    end = directory.offset + directory.nbytes
-    if read(end, nbytes - end) not in _ends(directory):
-        yield ZipProblem(end, nbytes, "the end of the zip file is damaged")
 
 
 def _plain(entry: DirectoryEntry) -> str:
@@ -88,8 +93,8 @@ def _descriptor_problems(entry: DirectoryEntry | None, start: int, end: int, rea
         expected = [one.pack(DESCRIPTOR_SIGNATURE, entry.crc, entry.nbytes, entry.nbytes) for one in packers]
     # Damaged numbers must not lead to a read of all there is.
     if end - start > DESCRIPTOR_64.size or read(start, end - start) not in expected:
-        what = f"the checksum behind {_plain(entry)}" if entry is not None else "the front"
-        yield ZipProblem(start, max(end, start + 1), f"{what} is damaged")
+        what = f"what stands behind {_plain(entry)}" if entry is not None else "what stands in front"
+        yield ZipProblem(start, max(end, start + 1), f"{what} differs from the zip directory")
 
 
 def _is_right_header(entry: DirectoryEntry, header: bytes, names: bytes, name_nbytes: int) -> bool:
