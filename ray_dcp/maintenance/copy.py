@@ -127,8 +127,7 @@ def copy_checkpoint(plan: CopyPlan, *, on_bytes: Callable[[int], None] = lambda 
             for key in plan.replaced_files:
                 store.delete(key)
         for file in source.files:
-            _copy_file(source, file, store, pool, tally, on_bytes)
-            written.append(file.key)
+            _copy_file(plan, file, store, pool, tally, written, on_bytes)
         if source.manifest is not None:
             written.append(MANIFEST)
             store.put(MANIFEST, source.manifest)
@@ -148,9 +147,10 @@ def copy_checkpoint(plan: CopyPlan, *, on_bytes: Callable[[int], None] = lambda 
     )
 
 
-def _copy_file(source: VerifyPlan, file: FilePlan, store: Store, pool: Readers, tally: Tally,
+def _copy_file(plan: CopyPlan, file: FilePlan, store: Store, pool: Readers, tally: Tally, written: list[str],
                on_bytes: Callable[[int], None]) -> None:  # fmt: skip
-    """Read ahead, check, and write in order."""
+    """Read ahead, check, and write in order. ``written`` has the file's key as soon as it may be there."""
+    source = plan.source
     large = list(inspect_all(source, pool, [file], PIECE_NBYTES))
     tally.add_inspected(large)
     _require_whole(source, tally)
@@ -160,6 +160,7 @@ def _copy_file(source: VerifyPlan, file: FilePlan, store: Store, pool: Readers, 
         return check_piece(source.store, piece, view), view
 
     with store.put_new(file.key) as sink:
+        written.append(file.key)  # leaving the block may fail and leave it there
         pieces = every_byte(file, {record.item.start: record for record in large}, PIECE_NBYTES)
         for checked, view in pool.in_order(read, pieces, ahead=NUM_READERS):
             tally.add(checked)
