@@ -25,7 +25,7 @@ from ray_dcp.manifest import Manifest, belongs_to, decode_facts, decode_manifest
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
-from ray_dcp.storage.urls import join_url
+from ray_dcp.storage.urls import join_url, shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def latest_checkpoint(root: str | os.PathLike[str], *, before: int | None = None
         except CorruptCheckpointError as error:
             info, damage = None, [str(error)]
         if damage:
-            logger.warning("passing over damaged checkpoint %s: %s", _url(store, folder), "; ".join(damage))
+            logger.warning("passing over damaged checkpoint %s: %s", shown_url(_url(store, folder)), "; ".join(damage))
         elif info is not None:
             return info
     return None

@@ -36,8 +36,17 @@ survives pickling, so it crosses Ray unchanged. ``exit_code`` is what the comman
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+
+_KEYS_IN_URL = re.compile(r"(?<=://)[^/?@]*@")
+_KEYS_IN_QUERY = re.compile(r"(?<=[?&])(session_token|access_key|secret_key)=[^&]*")
+
+
+def without_keys(url: str) -> str:
+    """``url`` as a message may show it: without the keys that a bucket's URL may have."""
+    return _KEYS_IN_QUERY.sub(r"\1=...", _KEYS_IN_URL.sub("", url))
 
 
 def _rebuild_error(cls: type[RayDcpError], args: tuple[Any, ...], facts: dict[str, Any]) -> RayDcpError:
@@ -122,7 +131,7 @@ class CheckpointNotFoundError(RayDcpError, FileNotFoundError):
     exit_code = 3
 
     def __init__(self, checkpoint_id: str, reason: str) -> None:
-        super().__init__(f"no checkpoint at {checkpoint_id}: {reason}")
+        super().__init__(f"no checkpoint at {without_keys(checkpoint_id)}: {reason}")
         self.checkpoint_id = checkpoint_id
         self.reason = reason
 
@@ -184,8 +193,8 @@ class SupersededError(RayDcpError):
 
     def __init__(self, *, checkpoint_id: str, attempt: str, newer: str) -> None:
         super().__init__(
-            f"a newer save of {checkpoint_id} has begun (attempt {newer}), so this one ({attempt}) was given up "
-            "without a commit. Two runs that save to one place need a root each."
+            f"a newer save of {without_keys(checkpoint_id)} has begun (attempt {newer}), so this one ({attempt}) was "
+            "given up without a commit. Two runs that save to one place need a root each."
         )
         self.checkpoint_id = checkpoint_id
         self.attempt = attempt

@@ -41,6 +41,7 @@ from ray_dcp.points import Point, reached
 from ray_dcp.storage.local import without_sync
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import ObjectWriter, Preallocates, Store, StoredObject
+from ray_dcp.storage.urls import shown_url
 from ray_dcp.version import __version__
 
 
@@ -116,7 +117,7 @@ class StoreWriter(StorageWriter):
         self._given_up = self.may_have_committed = False
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._attempt or None)
+        return StorageMeta(checkpoint_id=shown_url(self.checkpoint_id), save_id=self._attempt or None)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

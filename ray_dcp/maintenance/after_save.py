@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from ray_dcp.errors import RayDcpError
 from ray_dcp.layout import parse_step_folder
 from ray_dcp.maintenance.sweep import Sweeper, delete_leftovers
-from ray_dcp.storage.urls import split_url
+from ray_dcp.storage.urls import shown_url, split_url
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +59,12 @@ class SweepAfterSave:
             plan = sweeper.plan(live_attempts=live, dead_attempts=dead)
             report = delete_leftovers(plan)
         except RayDcpError as error:
-            logger.warning("cannot look for leftovers of failed saves under %s: %s", root, error)
+            logger.warning("cannot look for leftovers of failed saves under %s: %s", shown_url(root), error)
             return
         except Exception as error:
-            logger.warning("looking for leftovers under %s failed: %r", root, error, exc_info=True)
+            logger.warning("looking for leftovers under %s failed: %r", shown_url(root), error, exc_info=True)
             return
         if report.deleted:
             logger.info("removed %d leftovers (%d bytes) of failed saves", len(report.deleted), report.nbytes)
         for line in [*plan.unreadable, *(f"{failed.key}: {failed.message}" for failed in report.failed)]:
-            logger.warning("leftovers of failed saves stay under %s: %s", root, line)
+            logger.warning("leftovers of failed saves stay under %s: %s", shown_url(root), line)

@@ -12,7 +12,7 @@ import cloudpickle
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
-from ray_dcp.errors import RayDcpError
+from ray_dcp.errors import RayDcpError, without_keys
 
 COORDINATOR = -1
 """In place of a rank, where the coordinator's own step failed."""
@@ -66,7 +66,7 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
         more = f" (and {len(rank_failures) - 1} more)" if len(rank_failures) > 1 else ""
         Exception.__init__(
             self,
-            f"{kind} of {checkpoint_id or 'a checkpoint'} failed in phase {first.phase!r}: "
+            f"{kind} of {without_keys(checkpoint_id) or 'a checkpoint'} failed in phase {first.phase!r}: "
             f"{first.who}: {first.error_type}: {first.message}{more}",
         )
         self.kind = kind

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_dcp.config import Limits
-from ray_dcp.errors import CoordinatorLostError, GroupError, RankAbsentError, StalledError
+from ray_dcp.errors import CoordinatorLostError, GroupError, RankAbsentError, StalledError, without_keys
 from ray_dcp.progress import Progress, working
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
 from ray_dcp.protocol.membership import resolve
@@ -236,8 +236,8 @@ class OpenCall:
             texts.append(f"rank {rank} {doing}{quiet}")
         more = len(waited_for) - len(texts)
         return (
-            f"{self._id.kind} of {self.checkpoint_id or 'a checkpoint'} in group {self._group!r} has taken "
-            f"{self._clock() - self._opened_s:.0f} s; waiting for {len(waited_for)} of {self._world_size} ranks: "
+            f"{self._id.kind} of {without_keys(self.checkpoint_id) or 'a checkpoint'} in group {self._group!r} has "
+            f"taken {self._clock() - self._opened_s:.0f} s; waiting for {len(waited_for)} of {self._world_size} ranks: "
             f"{'; '.join(texts)}{f'; and {more} more' if more else ''}"
         )
 

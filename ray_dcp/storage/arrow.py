@@ -14,7 +14,7 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 from ray_dcp.errors import NotAFolderError, ObjectNotFoundError, StoreError
 from ray_dcp.layout import parse_shard_file
 from ray_dcp.progress import PIECE_NBYTES, advance
-from ray_dcp.storage.failures import require_range, store_errors
+from ray_dcp.storage.failures import is_transient, require_range, store_errors
 from ray_dcp.storage.keys import require_key, require_prefix
 from ray_dcp.storage.ranges import Piece, split_range
 from ray_dcp.storage.store import ObjectWriter, StoredObject
@@ -88,12 +88,19 @@ class ArrowStore:
             yield StreamWriter(stream, url=self._shown, key=key, max_parallel=self._max_parallel)
             with self._errors("finish writing", key):
                 stream.close()
-        except BaseException:
-            with suppress(Exception):
-                stream.close()
-            with suppress(Exception):
-                self.delete(key)
+        except BaseException as error:
+            if is_transient(error):
+                # The service is down, and would only be waited for again. The key is this stream's alone.
+                threading.Thread(target=self._give_up, args=(stream, key), daemon=True).start()
+            else:
+                self._give_up(stream, key)
             raise
+
+    def _give_up(self, stream: Any, key: str) -> None:
+        with suppress(Exception):
+            stream.close()
+        with suppress(Exception):
+            self.delete(key)
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         require_key(key, url=self._shown, sibling=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from ray_dcp.storage.urls import shown_url
 _logger = logging.getLogger("ray_dcp.storage")
 _VARIABLE_PREFIX = "RAY_DCP_RETRY_"
 _LOOK_S = 0.1
+_MAX_DELETE_S = 15.0
 _Answer = TypeVar("_Answer")
 
 
@@ -74,6 +76,7 @@ class RetryStore:
     ``StoreUnavailableError`` names operation, key, attempts and time. Each wait is logged, counted in
     ``num_retries``, and ends early where the save or load of this thread has been interrupted.
 
+    A ``delete`` is given up after some seconds in any case: what stays is no part of a checkpoint, and is swept later.
     A ``put`` asks its ``last_look`` before every attempt. What is written to ``put_new`` is held until it is more than
     ``spool_nbytes``: up to there the whole object is tried again. Beyond, it is streamed, and a stream cannot be begun
     again in the middle: there the inner store's own attempts for each part are all there is (``S3Store``).
@@ -137,14 +140,17 @@ class RetryStore:
         return self._attempt("list", prefix, lambda: self._inner.list_folders(prefix))
 
     def delete(self, key: str) -> None:
-        self._attempt("delete", key, lambda: self._inner.delete(key))
+        self._attempt("delete", key, lambda: self._inner.delete(key), max_elapsed_s=_MAX_DELETE_S)
 
-    def _attempt(self, doing: str, key: str, operation: Callable[[], _Answer]) -> _Answer:
+    def _attempt(
+        self, doing: str, key: str, operation: Callable[[], _Answer], *, max_elapsed_s: float = math.inf
+    ) -> _Answer:
         policy = self._policy
+        limit_s = min(policy.max_elapsed_s, max_elapsed_s)
         started = time.monotonic()
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(is_transient),
-            stop=tenacity.stop_after_attempt(policy.max_attempts) | tenacity.stop_before_delay(policy.max_elapsed_s),
+            stop=tenacity.stop_after_attempt(policy.max_attempts) | tenacity.stop_before_delay(limit_s),
             wait=tenacity.wait_random_exponential(policy.initial_backoff_s, max=policy.max_backoff_s),
             sleep=_wait_counting,
             before_sleep=lambda state: self._note(doing, key, state),
@@ -213,13 +219,17 @@ class _SpoolingWriter:
     def spooled(self) -> bytes:
         return bytes(self._held)
 
-    def write(self, chunk: bytes | bytearray | memoryview) -> int:
-        view = chunk_bytes(chunk)
-        if self._stream is None and len(self._held) + len(view) > self._spool_nbytes:
+    def preallocate(self, nbytes: int) -> None:
+        """Hold nothing where it will be too much anyway; see ``Preallocates``."""
+        if self._stream is None and len(self._held) + nbytes > self._spool_nbytes:
             self._stream = self._open_stream()
             if self._held:
                 self._stream.write(self._held)
             self._held = bytearray()
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> int:
+        view = chunk_bytes(chunk)
+        self.preallocate(len(view))
         if self._stream is not None:
             return self._stream.write(view)
         self._held += view

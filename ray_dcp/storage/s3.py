@@ -68,11 +68,14 @@ def connect(options: S3Options, bucket: str) -> Connection:
 
 
 def part_attempts(policy: RetryPolicy) -> int:
-    """How often Arrow may send a part so that its waits, which it draws from up to 2, 4, 8 s ..., fit the policy."""
+    """How often Arrow may send a part so that its waits, which it draws from up to 2, 4, 8 s ..., fit the policy.
+
+    Twice: while a service is down, parts that wait for a thread begin when others have failed.
+    """
     attempts, waited_s = 1, 0.0
     while attempts < policy.max_attempts:
         waited_s += min(2.0**attempts, _MAX_CLIENT_WAIT_S)
-        if waited_s > policy.max_elapsed_s:
+        if 2 * waited_s > policy.max_elapsed_s:
             break
         attempts += 1
     return attempts

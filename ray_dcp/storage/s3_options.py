@@ -16,8 +16,14 @@ from ray_dcp.storage.urls import shown_url
 _VARIABLE_PREFIX = "RAY_DCP_S3_"
 _RETRY_PREFIX = "retry_"
 _OTHER_NAMES = {"endpoint_override": "endpoint"}
-_IGNORED = ("allow_delayed_open", "background_writes")
-"""Parameters of Arrow's URLs that ray_dcp sets itself."""
+_IGNORED = (
+    "allow_bucket_creation",
+    "allow_bucket_deletion",
+    "allow_delayed_open",
+    "background_writes",
+    "check_directory_existence_before_creation",
+)
+"""Parameters of Arrow's URLs that ray_dcp sets itself or that make no difference to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import re
 
-from ray_dcp.errors import ConfigError, UnknownSchemeError
+from ray_dcp.errors import ConfigError, UnknownSchemeError, without_keys
 
 SCHEMES = ("file", "gs", "memory", "s3")
 """Those that are built in."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/+)")
 _SCHEME_NAME = re.compile(r"[a-z][a-z0-9+.-]*")
 _added: set[str] = set()
-_SECRET = re.compile(r"(?<=://)[^/?@]*@")
-_SECRET_PARAMETER = re.compile(r"(?<=[?&])(session_token|access_key|secret_key)=[^&]*")
 
 
 def url_scheme(url: str) -> str | None:
@@ -60,4 +58,4 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
 
 def shown_url(url: str) -> str:
     """``url`` without the keys that a bucket's URL may have."""
-    return _SECRET_PARAMETER.sub(r"\1=...", _SECRET.sub("", url))
+    return without_keys(url)

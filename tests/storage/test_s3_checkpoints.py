@@ -1,0 +1,161 @@
+"""Whole saves and loads on a real S3 server: the same bits come back."""
+
+from urllib.parse import quote
+
+import pytest
+import torch
+
+import ray_dcp as dcp
+from ray_dcp import CheckpointManager, LocalShards
+from ray_dcp.catalog import latest_checkpoint, list_checkpoints
+from ray_dcp.cli.main import main
+from ray_dcp.layout import METADATA, new_attempt
+from ray_dcp.storage.open import open_store
+from ray_dcp.storage.s3_options import S3Options
+from ray_dcp.storage.urls import join_url
+from tests.ranks import ThreadRanks, require_no_errors
+from tests.storage.seaweed import ACCESS_KEY, SECRET_KEY
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool, torch.complex64)
+
+
+def bits(seed, nbytes):
+    """Random bytes, NaNs of every kind among them."""
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def state(seed):
+    flat = {str(dtype): bits(seed + n, 4096) for n, dtype in enumerate(DTYPES)}
+    tensors = {name: raw.view(getattr(torch, name.removeprefix("torch."))) for name, raw in flat.items()
+               if name != "torch.bool"}  # fmt: skip
+    return tensors | {
+        "torch.bool": flat["torch.bool"] > 127,
+        "large": bits(seed, 24_000_000),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(float(seed)),
+        "nested": {"step": seed, "names": ["a", "b"]},
+    }
+
+
+def template(held):
+    filled = {name: torch.zeros_like(value) for name, value in held.items() if isinstance(value, torch.Tensor)}
+    return filled | {"nested": {"step": -1, "names": ["", ""]}}
+
+
+def require_same(found, expected):
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            same = torch.equal(found[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+            assert same, f"{name} differs"
+        else:
+            assert found[name] == value
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(s3_url):
+    saved = state(1)
+    dcp.save(saved, checkpoint_id=f"{s3_url}/step", no_dist=True)
+    found = template(saved)
+    report = dcp.load(found, checkpoint_id=f"{s3_url}/step", no_dist=True)
+    require_same(found, saved)
+    assert report.missing == ()
+    assert [one.key for one in open_store(s3_url).list() if one.key.endswith(METADATA)] == [f"step/{METADATA}"]
+
+
+def test_a_url_with_everything_in_it_needs_no_environment(seaweed, monkeypatch):
+    monkeypatch.delenv("RAY_DCP_S3_ENDPOINT", raising=False)
+    options = S3Options(
+        endpoint=f"http://{seaweed.endpoint}",
+        region="us-east-1",
+        access_key=ACCESS_KEY,
+        secret_key=SECRET_KEY,
+        part_nbytes=1 << 20,
+        max_parallel=3,
+    )
+    url = options.url(f"{seaweed.new_url()}/step")
+    saved = state(2)
+    dcp.save(saved, checkpoint_id=url, no_dist=True)
+    found = template(saved)
+    dcp.load(found, checkpoint_id=url, no_dist=True)
+    require_same(found, saved)
+
+
+def test_what_two_ranks_saved_three_load(s3_url):
+    values = bits(3, 6_000_000).reshape(6, -1)
+
+    def shard(rank, world_size, source):
+        rows = 6 // world_size
+        return LocalShards((6, 1_000_000), {(rows * rank, 0): source[rows * rank : rows * (rank + 1)].clone()})
+
+    require_no_errors(ThreadRanks(2).save(lambda rank: {"w": shard(rank, 2, values)}, f"{s3_url}/step"))
+    found = [{"w": shard(rank, 3, torch.zeros_like(values))} for rank in range(3)]
+    require_no_errors(ThreadRanks(3).load(found, f"{s3_url}/step"))
+    assert torch.equal(torch.cat([chunk for one in found for chunk in one["w"].chunks.values()]), values)
+
+
+def test_saving_again_replaces_what_was_there(s3_url):
+    for seed in (4, 5):
+        dcp.save(state(seed), checkpoint_id=f"{s3_url}/step", no_dist=True)
+        found = template(state(seed))
+        dcp.load(found, checkpoint_id=f"{s3_url}/step", no_dist=True)
+        require_same(found, state(seed))
+
+
+def test_a_manager_finds_its_steps(s3_url):
+    manager = CheckpointManager(s3_url)
+    assert manager.latest() is None
+    for step in (1, 2, 10):
+        manager.save(step, {"w": torch.full((3,), float(step))}, metrics={"loss": 1 / step})
+    assert [info.step for info in manager.list()] == [1, 2, 10]
+    latest = manager.latest()
+    assert (latest.step, latest.metrics, latest.checkpoint_id) == (10, {"loss": 0.1}, f"{s3_url}/step-00000010")
+    found = {"w": torch.zeros(3)}
+    assert manager.load(found) == 10
+    assert found["w"].tolist() == [10.0] * 3
+    assert manager.load(found, step=2) == 2
+    assert found["w"].tolist() == [2.0] * 3
+    manager.async_save(11, {"w": torch.full((3,), 11.0)})
+    manager.close()
+    assert latest_checkpoint(s3_url).step == 11
+
+
+def test_prune_removes_what_a_failed_save_left_and_nothing_else(s3_url, capsys):
+    CheckpointManager(s3_url).save(1, {"w": torch.ones(3)})
+    before = [one.key for one in open_store(s3_url).list()]
+    left = f"step-00000002/__0_0_{new_attempt()}.distcp"
+    open_store(s3_url).put(left, b"half of it")
+    assert main(["prune", s3_url, "--grace", "0"]) == 0
+    assert left in capsys.readouterr().out
+    assert [one.key for one in open_store(s3_url).list()] == before
+    assert main(["list", s3_url]) == 0
+    assert "step-00000001" in capsys.readouterr().out
+    assert [info.step for info in list_checkpoints(s3_url)] == [1]
+
+
+@pytest.mark.parametrize("action", ["save", "load"])
+def test_keys_in_a_url_are_in_no_message(seaweed, action, caplog, monkeypatch):
+    monkeypatch.setenv("RAY_DCP_RETRY_MAX_ATTEMPTS", "2")
+    monkeypatch.setenv("RAY_DCP_RETRY_INITIAL_BACKOFF_S", "0.01")
+    options = S3Options(
+        endpoint="http://127.0.0.1:1",
+        region="r",
+        access_key="hidden-1",
+        secret_key="hidden-2",
+        session_token="hidden-3",
+    )
+    url = join_url(options.url(seaweed.new_url()), "step")
+    call = dcp.save if action == "save" else dcp.load
+    with pytest.raises(dcp.CheckpointException) as caught:
+        call({"w": torch.ones(2)}, checkpoint_id=url, no_dist=True)
+    assert "2 attempts" in str(caught.value)
+    assert "hidden" not in str(caught.value) + caplog.text
+
+
+def test_keys_in_a_url_are_not_stored_with_the_checkpoint(seaweed):
+    url = S3Options(
+        endpoint=f"http://{seaweed.endpoint}", region="us-east-1", access_key=ACCESS_KEY, secret_key=SECRET_KEY
+    ).url(seaweed.new_url())
+    CheckpointManager(url).save(1, {"w": torch.ones(2)})
+    store = open_store(url)
+    for one in store.list():
+        content = store.get(one.key)
+        assert not any(key.encode() in content for key in (SECRET_KEY, quote(SECRET_KEY, "")))
