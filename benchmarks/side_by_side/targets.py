@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from side_by_side.results import Measure, WorkloadResult
+from side_by_side.results import MAX_PERCENT, Measure, WorkloadResult
 from side_by_side.sides import RAY_DCP, TORCH, TORCH_BEST, UNCHECKED
 from side_by_side.spread import SpreadResult
 
@@ -45,7 +45,7 @@ class Verdict(enum.Enum):
     MET = "met"
     MISSED = "missed"
     NOT_VALID = "not valid"
-    """Measured while the machine had other work, on small states, or with wrong results."""
+    """Measured while the machine had other work, on small states, with wrong results, or above its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class Line:
         return self.measured, self.by_minima, self.to_torch_best
 
     def verdict(self, *, valid: bool) -> Verdict:
-        if not valid:
+        beats_limit = self.unit is Unit.PERCENT and self.measured > MAX_PERCENT
+        if not valid or beats_limit:
             return Verdict.NOT_VALID
         met = self.measured >= self.bound if self.at_least else self.measured <= self.bound
         return Verdict.MET if met else Verdict.MISSED

@@ -20,7 +20,7 @@ MEASURES = {
 }
 
 
-def compare(*options, timeout_s=200):
+def compare(*options, timeout_s=400):
     return subprocess.run(
         [sys.executable, str(COMPARE), *map(str, options)], capture_output=True, text=True, timeout=timeout_s
     )

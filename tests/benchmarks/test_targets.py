@@ -106,6 +106,12 @@ def test_a_disturbed_run_gives_no_verdict(side_by_side):
     assert targets.as_json(line, valid=False)["measured"] == 3.0
 
 
+def test_a_share_above_the_limit_proves_nothing(side_by_side):
+    targets = side_by_side("targets")
+    shares = [targets.Line("a line", 80, True, targets.Unit.PERCENT, percent) for percent in (79, 104, 106)]
+    assert [line.verdict(valid=True).value for line in shares] == ["missed", "met", "not valid"]
+
+
 def test_figures_are_shown_in_the_unit_of_their_target(side_by_side):
     unit = side_by_side("targets").Unit
     assert unit.MB.show(12e6) == "12 MB"
