@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import math
@@ -11,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_dcp.catalog import CheckpointInfo, describe, open_manifest
+from ray_dcp.catalog import CheckpointInfo, describe, open_manifest, resolve_checkpoint_id
+from ray_dcp.errors import CheckpointNotFoundError, NotAFolderError
 from ray_dcp.layout import METADATA
-from ray_dcp.manifest import Entry, Manifest
+from ray_dcp.manifest import Entry, Manifest, decode_manifest
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import join_url
 
+_SAFETENSORS = ".safetensors"
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(_[0-9a-f]+)?\.distcp")
 
 
@@ -56,11 +59,18 @@ class CheckpointContents:
     format_version: int | None = None
     """None where there is no manifest."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    files: str = "dcp"
+    """What it lies in: ``dcp``, or ``safetensors`` files."""
 
 
 def read_contents(checkpoint_id: str) -> CheckpointContents:
-    """The contents of a committed checkpoint, a pointer followed."""
-    info = describe(checkpoint_id)
+    """The contents of a committed checkpoint, a pointer followed, or of a folder of safetensors files."""
+    try:
+        info = describe(checkpoint_id)
+    except CheckpointNotFoundError:
+        if not _names_safetensors(checkpoint_id):
+            raise
+        return _from_safetensors(checkpoint_id)
     store = open_store(info.checkpoint_id)
     manifest = open_manifest(store)
     return _from_metadata(info, store) if manifest is None else _from_manifest(info, manifest)
@@ -115,6 +125,28 @@ def _from_metadata(info: CheckpointInfo, store: Store) -> CheckpointContents:
         else:
             objects.append(StoredPythonObject(fqn, sum(p.length for p in stored[fqn]), ranks))
     return CheckpointContents(info, tensors, objects)
+
+
+def _names_safetensors(checkpoint_id: str) -> bool:
+    """Whether such files may be there; for everything else an error need not wait for torch."""
+    location = resolve_checkpoint_id(checkpoint_id)
+    if location.endswith(_SAFETENSORS):
+        return True
+    try:
+        listed = open_store(location).list()
+    except NotAFolderError:
+        return False
+    return any(one.key.endswith(_SAFETENSORS) and "/" not in one.key for one in listed)
+
+
+def _from_safetensors(checkpoint_id: str) -> CheckpointContents:
+    """Raises ``CheckpointNotFoundError`` where there are none, too."""
+    opened = importlib.import_module("ray_dcp.dcp_io.opened").open_checkpoint(checkpoint_id)  # needs torch, as above
+    manifest = decode_manifest(opened.manifest, file=opened.checkpoint_id)
+    info = CheckpointInfo(None, opened.checkpoint_id, manifest.nbytes, None, manifest.created)
+    found = _from_manifest(info, manifest)
+    without_ranks = [dataclasses.replace(tensor, ranks=()) for tensor in found.tensors]
+    return CheckpointContents(info, without_ranks, found.objects, files="safetensors")
 
 
 def _ranks(ranks: Any) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ray_dcp.cli.convert import add_convert
 from ray_dcp.cli.copy import add_copy
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.list import add_list
@@ -58,5 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     add_show(commands)
     add_verify(commands)
     add_copy(commands)
+    add_convert(commands)
     add_prune(commands)
     return parser

@@ -49,7 +49,8 @@ def _print_facts(contents: CheckpointContents) -> None:
 
     info = contents.checkpoint
     versions = ", ".join(f"{name} {version}" for name, version in contents.versions.items())
-    by = f"{output.counted(info.world_size, 'rank')}" if info.world_size is not None else "torch, without a manifest"
+    unknown = "torch, without a manifest" if contents.files == "dcp" else f"{contents.files} files, without checksums"
+    by = f"{output.counted(info.world_size, 'rank')}" if info.world_size is not None else unknown
     facts = {
         "checkpoint": shown_url(info.checkpoint_id),
         "step": "-" if info.step is None else str(info.step),

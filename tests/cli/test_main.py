@@ -20,7 +20,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"ray-dcp {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["list"], ["show"], ["verify"], ["copy"], ["prune"]])
+@pytest.mark.parametrize("arguments", [[], ["list"], ["show"], ["verify"], ["copy"], ["convert"], ["prune"]])
 def test_each_help_ends_with_the_exit_codes(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--help"])
@@ -37,6 +37,8 @@ def test_each_help_ends_with_the_exit_codes(capsys, arguments):
         ["nope"],
         ["list", "a", "b"],
         ["show", "x", "--nope"],
+        ["convert", "x"],
+        ["convert", "x", "y", "--to", "gguf"],
         ["prune"],
         ["prune", "x", "--grace", "soon"],
         ["verify"],

@@ -107,6 +107,24 @@ def test_a_checkpoint_that_torch_wrote_is_shown_from_its_metadata(tmp_path, caps
     assert "torch, without a manifest" in capsys.readouterr().out
 
 
+def test_a_folder_of_safetensors_files_is_shown_from_their_headers(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.zeros(3, 4, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    contents = json.loads(capsys.readouterr().out)
+    assert contents["checkpoint"]["nbytes"] == 24
+    assert [(t["fqn"], t["shape"], t["dtype"], t["ranks"]) for t in contents["tensors"]] == [
+        ("w", [3, 4], "bfloat16", [])
+    ]
+    assert main(["show", str(tmp_path)]) == 0
+    assert "safetensors files, without checksums" in capsys.readouterr().out
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-1])
+    assert main(["show", str(tmp_path)]) == 5
+
+
 def test_a_pointer_is_followed(checkpoint, tmp_path, capsys):
     open_store(tmp_path / "ray").put(POINTER, json.dumps({"checkpoint_id": checkpoint}).encode())
     assert main(["show", str(tmp_path / "ray"), "--json"]) == 0

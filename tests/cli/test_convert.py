@@ -1,0 +1,147 @@
+"""``ray-dcp convert`` as a person and as a program sees it."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ray_dcp as dcp
+from ray_dcp.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    state = {"model": {"w": torch.ones(3, 4), "b": torch.ones(4, dtype=torch.bfloat16)}, "step": 7}
+    dcp.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
+    return str(tmp_path / "step-7")
+
+
+def test_it_prints_the_plan_and_carries_it_out(checkpoint, tmp_path, capsys):
+    dest = str(tmp_path / "m.safetensors")
+    assert main(["convert", checkpoint, dest, "--include", "model.*", "--strip-prefix", "model."]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[:4] == [
+        f"from  {checkpoint} (dcp)",
+        f"to    {dest} (safetensors)",
+        "2 tensors, 56 B",
+        "1 value left out",
+    ]
+    assert lines[4].startswith("  m.safetensors  ")
+    assert lines[5].startswith("written in ")
+    assert printed.err == ""
+    assert load_file(dest).keys() == {"w", "b"}
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(checkpoint, tmp_path, capsys):
+    before = sorted(os.listdir(tmp_path))
+    command = ["convert", checkpoint, str(tmp_path / "out"), "--to", "safetensors", "--skip-python"]
+    assert main([*command, "--max-shard-size", "50", "--dry-run"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1] == "model.safetensors.index.json"
+    assert lines[-2].startswith("model-00002-of-00002.safetensors")
+    assert sorted(os.listdir(tmp_path)) == before
+    assert main(command) == 0
+    assert main([*command, "--overwrite", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "replaces model.safetensors"
+
+
+def test_json_has_the_same(checkpoint, tmp_path, capsys):
+    dest = str(tmp_path / "all.pt")
+    assert main(["convert", checkpoint, dest, "--json", "--dry-run"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["report"] is None
+    assert (planned["source_format"], planned["dest_format"], planned["nbytes"]) == ("dcp", "torch", 56)
+    assert sorted(planned["names"]) == ["model.b", "model.w", "step"]
+    assert planned["files"] == [{"key": "all.pt", "nbytes": 56, "num_tensors": 2}]
+    assert main(["convert", checkpoint, dest, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert (report["num_tensors"], report["num_objects"], report["nbytes"]) == (2, 1, 56)
+    assert torch.load(dest, weights_only=True)["step"] == 7
+
+
+def test_a_model_becomes_a_checkpoint_that_the_other_commands_know(tmp_path, capsys):
+    (tmp_path / "llama").mkdir()
+    save_file({"w": torch.ones(5, 8, dtype=torch.bfloat16)}, tmp_path / "llama/model.safetensors")
+    assert main(["show", str(tmp_path / "llama"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert main(["convert", str(tmp_path / "llama"), str(tmp_path / "c"), "--to", "dcp"]) == 0
+    assert main(["verify", str(tmp_path / "c")]) == 0
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "c"), "--json"]) == 0
+    stored = json.loads(capsys.readouterr().out)
+    (as_file,), (as_checkpoint,) = shown["tensors"], stored["tensors"]
+    assert as_file == as_checkpoint | {"ranks": []}
+    assert (as_file["shape"], as_file["dtype"], as_file["nbytes"]) == ([5, 8], "bfloat16", 80)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["out"], 2, "say which format"),
+        (["out", "--to", "gguf"], 2, "invalid choice"),
+        (["x.pt", "--include", "nope.*"], 2, "no name fits the pattern 'nope.*'"),
+        (["x.pt", "--exclude", "nope.*"], 2, "no name fits the pattern 'nope.*'"),
+        (["x.pt", "--exclude", "*"], 2, "leave out all"),
+        (["x.pt", "--strip-prefix", "nope."], 2, "no name begins with"),
+        (["x.pt", "--max-shard-size", "5GB"], 2, "is for safetensors alone"),
+        (["out", "--to", "safetensors", "--max-shard-size", "0"], 2, "is no size"),
+        (["out", "--to", "safetensors", "--max-shard-size", "5XB"], 2, "is no size"),
+        (["out", "--to", "safetensors"], 1, "step: a Python value; leave it out with --skip-python"),
+        ([], 2, "required: DEST"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_a_code_and_one_line(checkpoint, tmp_path, capsys, arguments, code, said):
+    before = sorted(os.listdir(tmp_path))
+    if arguments:
+        arguments = [str(tmp_path / arguments[0]), *arguments[1:]]
+    try:
+        ended = main(["convert", checkpoint, *arguments])
+    except SystemExit as wrong_usage:
+        ended = wrong_usage.code
+    printed = capsys.readouterr()
+    assert ended == code
+    assert said in printed.err
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("100", 100),
+        ("1kb", 1000),
+        ("5GB", 5 * 10**9),
+        ("2GiB", 2 << 30),
+        ("1.5m", 1_500_000),
+        ("3 B", None),
+        ("B", None),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(checkpoint, tmp_path, capsys, text, nbytes):
+    command = ["convert", checkpoint, str(tmp_path / "out"), "--to", "safetensors", "--skip-python", "--dry-run"]
+    if nbytes is None:
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--max-shard-size", text])
+        assert ended.value.code == 2
+        return
+    from ray_dcp.cli.convert import _nbytes
+
+    assert _nbytes(text) == nbytes
+    assert main([*command, "--max-shard-size", text]) == 0
+
+
+def test_nothing_there_is_code_three_and_damage_is_code_five(tmp_path, capsys):
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "x.pt")]) == 3
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 20)
+    assert main(["convert", str(tmp_path), str(tmp_path / "x.pt")]) == 5
+    assert "model.safetensors" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["model.safetensors"]
