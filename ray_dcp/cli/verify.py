@@ -152,7 +152,7 @@ def _print_report(report: VerifyReport) -> None:
     rate = f", {output.format_nbytes(int(report.nbytes_checked / report.seconds))}/s" if report.seconds > 0 else ""
     share = f"{report.num_blocks_checked} of {report.num_blocks} blocks"
     if report.sample is not None:
-        share += f" (a sample of {report.sample:.3g} and what lay beside it, --seed {report.seed})"
+        share += f" (a sample of {100 * report.sample:.3g}%, --seed {report.seed})"
     by = "" if report.has_manifest else ", by the records' own checksums: there is no manifest"
     output.print_line(
         f"{shown_url(report.checkpoint_id)}: {output.counted(report.num_items, 'item')} in "
