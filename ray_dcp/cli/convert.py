@@ -149,9 +149,9 @@ def _progress(total_nbytes: int) -> Iterator[Callable[[int], None]]:
 def _conversion(plan: ConvertPlan, report: ConvertReport | None) -> Conversion:
     num_tensors = sum(planned.value.dtype is not None for planned in plan.values)
     return Conversion(
-        source=plan.source.location,
+        source=shown_url(plan.source.location),
         source_format=plan.source.kind,
-        dest=plan.dest,
+        dest=shown_url(plan.dest),
         dest_format=plan.dest_kind,
         num_tensors=num_tensors,
         num_objects=len(plan.values) - num_tensors,
@@ -169,8 +169,8 @@ def _print_plan(plan: ConvertPlan) -> None:
     from ray_dcp.cli import output
 
     shown = _conversion(plan, None)
-    output.print_line(f"from  {shown_url(shown.source)} ({shown.source_format})")
-    output.print_line(f"to    {shown_url(shown.dest)} ({shown.dest_format})")
+    output.print_line(f"from  {shown.source} ({shown.source_format})")
+    output.print_line(f"to    {shown.dest} ({shown.dest_format})")
     objects = f", {output.counted(shown.num_objects, 'Python value')}" if shown.num_objects else ""
     output.print_line(f"{output.counted(shown.num_tensors, 'tensor')}, {output.format_nbytes(shown.nbytes)}{objects}")
     if shown.left_out:

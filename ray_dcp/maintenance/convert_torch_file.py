@@ -7,6 +7,7 @@ store, whichever it is.
 from __future__ import annotations
 
 import bisect
+import copy
 import io
 import sys
 import zipfile
@@ -95,7 +96,7 @@ class TorchFile:
             raise StateDictError(f"{self._where} holds a {type(state).__name__}; only a dict of names can be converted")
         try:
             leaves, paths = flatten_state_dict(dict(state))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StateDictError(f"{self._where}: {error}") from error
         self.leaves: dict[str, Any] = leaves
         """By name: tensors without values, and Python values whose tensors have none."""
@@ -115,7 +116,10 @@ class TorchFile:
         if isinstance(value, torch.Tensor):
             return self._with_values(value, name)
         if isinstance(value, Mapping):
-            return type(value)({key: self._filled(entry, name) for key, entry in value.items()})  # type: ignore[call-arg]
+            filled: Any = copy.copy(value)
+            for key, entry in value.items():
+                filled[key] = self._filled(entry, name)
+            return filled
         if type(value) in (list, tuple, set):
             return type(value)(self._filled(entry, name) for entry in value)
         return value

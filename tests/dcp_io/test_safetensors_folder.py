@@ -17,10 +17,13 @@ import ray_dcp as dcp
 from ray_dcp.dcp_io.metadata_file import decode_metadata
 from ray_dcp.dcp_io.opened import open_checkpoint
 from ray_dcp.dcp_io.safetensors_header import MAX_HEADER_NBYTES, encode_header, has_dtype, read_header
+from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ray_dcp.manifest import decode_manifest
 from ray_dcp.protocol.failures import CheckpointException
 from ray_dcp.storage.open import open_store
+from tests import shardings
+from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import same_bits
 
 DTYPES = (
@@ -151,6 +154,28 @@ def test_only_what_the_template_wants_is_read(tmp_path):
     report = dcp.load({"small": shards}, checkpoint_id=tmp_path, no_dist=True)
     assert shards.chunks[1, 0].tolist() == [[1.0] * 256]
     assert report.nbytes_read <= 4096
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_that_each_load_their_part(tmp_path, world_size):
+    values = {
+        f"{kind}.{dtype}".replace("torch.", ""): shardings.whole_tensor(kind, dtype)
+        for kind in shardings.KINDS
+        for dtype in shardings.DTYPES
+    }
+    save_file(values, tmp_path / "model.safetensors")
+    templates = [shardings.templates(rank, world_size) for rank in range(world_size)]
+    require_no_errors(ThreadRanks(world_size).load(templates, tmp_path))
+    differing = [shardings.differences(templates[rank], rank, world_size) for rank in range(world_size)]
+    assert differing == [[]] * world_size
+
+
+def test_torchs_own_load_reads_them_through_the_reader(tmp_path):
+    state = of_every_dtype()
+    save_file(state, tmp_path / "model.safetensors")
+    template = unlike(state)
+    torch_dcp.load(template, storage_reader=StoreReader(tmp_path), no_dist=True)
+    require_same(template, state)
 
 
 def test_a_folder_with_neither_says_what_is_there(tmp_path):

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,17 @@ def test_views_and_tied_tensors_of_a_torch_file_become_copies(tmp_path):
     torch.save(state, tmp_path / "a.pt")
     run(tmp_path / "a.pt", tmp_path / "m.safetensors")
     require_same(load_file(tmp_path / "m.safetensors"), {k: v.detach().clone().contiguous() for k, v in state.items()})
+
+
+def test_tensors_within_a_python_value_are_read_with_it(tmp_path):
+    counts = Counter({"a": 2})
+    state = {"w": torch.ones(2), "kept": ({"rng": torch.arange(3), "more": [torch.ones(1)]}, "x", counts)}
+    torch.save(state, tmp_path / "a.pt")
+    run(tmp_path / "a.pt", tmp_path / "b.pt")
+    run(tmp_path / "a.pt", tmp_path / "c", to="dcp")
+    run(tmp_path / "c", tmp_path / "d.pt")
+    for file in ("b.pt", "d.pt"):
+        assert same_state(torch.load(tmp_path / file, weights_only=True), state)
 
 
 def test_a_value_of_one_rank_is_kept_under_its_name(tmp_path):
