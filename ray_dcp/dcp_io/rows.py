@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,7 @@ class Rows:
 def rows_of(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Rows | None:
     """The box at ``offsets`` of shape ``lengths`` in a row-major chunk of shape ``sizes``.
 
-    None where its rows do not all lie equally far apart: it cuts more than one dimension below a whole one. The box
-    is not empty.
+    None where its rows do not all lie equally far apart. The box is not empty.
     """
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -37,13 +37,12 @@ def rows_of(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
     if not cut:
         return Rows(first, math.prod(sizes), math.prod(sizes), 1)
     last = cut[-1]
-    width = lengths[last] * strides[last]
-    num = math.prod(lengths[:last])
-    above = [dim for dim in cut[:-1] if num > 1]
-    # Above the last cut dimension there may be one more, below which all is whole, and only single indices above that.
-    if above and any(length != 1 for length in lengths[: above[-1]]):
+    above = [dim for dim in range(last) if lengths[dim] > 1]
+    # Equally far apart: each step in an outer dimension goes on where the steps in the next inner one would.
+    if any(strides[outer] != lengths[inner] * strides[inner] for outer, inner in itertools.pairwise(above)):
         return None
-    return Rows(first, width, sizes[last] * strides[last], num)
+    stride = strides[above[-1]] if above else sizes[last] * strides[last]
+    return Rows(first, lengths[last] * strides[last], stride, math.prod(lengths[:last]))
 
 
 def put_elements(rows: Rows, target: torch.Tensor, stored: torch.Tensor, start: int) -> None:
@@ -59,7 +58,8 @@ def put_elements(rows: Rows, target: torch.Tensor, stored: torch.Tensor, start: 
             return
         low, high = max(begins, start), min(begins + rows.width, end)
         if high - low == rows.width and (whole := min(rows.num - row, (end - begins - rows.width) // rows.stride + 1)):
-            source = torch.as_strided(stored, (whole, rows.width), (rows.stride, 1), begins - start)
+            at = stored.storage_offset() + begins - start
+            source = torch.as_strided(stored, (whole, rows.width), (rows.stride, 1), at)
             target[row : row + whole].copy_(source)
             row += whole
             continue
