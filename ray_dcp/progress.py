@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,11 +37,31 @@ class Progress:
 _counted: ContextVar[Progress | None] = ContextVar("ray_dcp_counted_progress", default=None)
 
 
+_stop: ContextVar[threading.Event | None] = ContextVar("ray_dcp_stop", default=None)
+
+
+class StoppedError(Exception):
+    """Raised in a thread whose work nobody waits for any more; whoever set the event knows why."""
+
+
 def advance(nbytes: int = 0) -> None:
     """Count a piece of work of whatever call this thread is in. Raises when that call has been interrupted."""
+    stop = _stop.get()
+    if stop is not None and stop.is_set():
+        raise StoppedError
     progress = _counted.get()
     if progress is not None:
         progress.advance(nbytes)
+
+
+@contextmanager
+def stopped_by(stop: threading.Event) -> Iterator[None]:
+    """Within the block ``advance`` raises ``StoppedError`` once ``stop`` is set: for a thread among several."""
+    token = _stop.set(stop)
+    try:
+        yield
+    finally:
+        _stop.reset(token)
 
 
 @contextmanager

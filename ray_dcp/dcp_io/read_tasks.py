@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextvars
 import os
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -15,6 +16,7 @@ import torch
 from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import BLOCK_NBYTES
+from ray_dcp.progress import stopped_by
 from ray_dcp.staging.host_pieces import tensor_memory
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.memory import MemoryStore
@@ -79,12 +81,12 @@ class Scratch:
     """A thread's memory for bytes that do not go straight to where they belong."""
 
     def __init__(self) -> None:
-        self._held = torch.empty(0, dtype=torch.uint8)
+        self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of ``nbytes``, the same memory as before."""
         if len(self._held) < nbytes:
-            self._held = torch.empty(nbytes, dtype=torch.uint8)
+            self._held = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._held[:nbytes]
 
 
@@ -94,7 +96,13 @@ def read_run(
     """Read all parts of a run, which are of one file, at once, and give each its bytes; how many were read."""
     start = run[0].offset
     end = max(part.offset + part.nbytes for part in run)
-    held = tensor_memory(scratch.take(end - start))
+    try:
+        held = tensor_memory(scratch.take(end - start))
+    except RuntimeError:
+        # So much memory is not there. Is the file as long, or is the number wrong?
+        for part in run:
+            files.get(part.key, part.fqn, part.offset + part.nbytes, 0)
+        raise
     try:
         files.fill(run[0].key, run[0].fqn, start, [held])
     except CorruptCheckpointError:
@@ -115,10 +123,11 @@ class Task(Generic[T]):
     done: T
 
 
-def finished(tasks: Iterable[Task[T]], num_in_flight: int) -> Iterator[tuple[T, int]]:
+def finished(tasks: Iterable[Task[T]], num_in_flight: int) -> Generator[tuple[T, int], None, None]:
     """Carry out ``tasks``; what each was for, and its bytes, as they end. The first that fails ends all.
 
-    Tasks are taken as late as possible. Progress of all counts for the call of this thread.
+    Tasks are taken as late as possible. Progress of all counts for the call of this thread. Whoever stops before the
+    end closes it: nothing is read any more once it has ended, in whatever way.
     """
     if num_in_flight == 1:
         scratch = Scratch()
@@ -128,11 +137,15 @@ def finished(tasks: Iterable[Task[T]], num_in_flight: int) -> Iterator[tuple[T, 
     spare: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
     for _ in range(num_in_flight):
         spare.put(Scratch())
+    stop = threading.Event()
+    # Torch keeps it for each thread, and only within it may the tensors made in it be filled.
+    in_inference = torch.is_inference_mode_enabled()
 
     def read(task: Task[T]) -> int:
         scratch = spare.get()
         try:
-            return task.read(scratch)
+            with stopped_by(stop), torch.inference_mode(in_inference):
+                return task.read(scratch)
         finally:
             spare.put(scratch)
 
@@ -146,6 +159,7 @@ def finished(tasks: Iterable[Task[T]], num_in_flight: int) -> Iterator[tuple[T, 
             while under_way:
                 yield from _ended(under_way)
         finally:
+            stop.set()
             for future in under_way:
                 future.cancel()
 

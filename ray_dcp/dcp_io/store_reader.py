@@ -16,6 +16,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -106,10 +107,11 @@ class StoreReader(StorageReader):
         store = open_store(self._opened.checkpoint_id)
         shape = read_shape(store)
         tasks = self._tasks(plan, planner, CheckpointFiles(store, self._opened.checkpoint_id), shape)
-        for loaded, nbytes in finished(tasks, shape.num_in_flight):
-            self.nbytes_read += nbytes
-            for count in loaded:
-                count()
+        with closing(finished(tasks, shape.num_in_flight)) as ended:
+            for loaded, nbytes in ended:
+                self.nbytes_read += nbytes
+                for count in loaded:
+                    count()
         future: Future[None] = Future()
         future.set_result(None)
         return future
