@@ -130,12 +130,19 @@ def _is_right_extra(extra: bytes, entry: DirectoryEntry, *, follows: bool) -> bo
             if content.strip(b"\0") and content.strip(b"Z"):
                 return False
         elif kind == ZIP64_ID:
-            number = 0 if follows else entry.nbytes
-            if content != struct.pack("<2Q", number, number):
+            if content not in _zip64_fields(entry, follows=follows):
                 return False
         else:
             return False
     return True
+
+
+def _zip64_fields(entry: DirectoryEntry, *, follows: bool) -> Sequence[bytes]:
+    """What a header's field of large numbers may hold: ray_dcp's, and torch's, which knows one size of two."""
+    nbytes, at = entry.nbytes, entry.header_at
+    in_torchs = [*([nbytes, 0] if nbytes >= ZIP64 else []), *([at] if at >= ZIP64 else [])]
+    known = 0 if follows else nbytes
+    return struct.pack("<2Q", known, known), struct.pack(f"<{len(in_torchs)}Q", *in_torchs)
 
 
 def _central(entry: DirectoryEntry) -> bytes:

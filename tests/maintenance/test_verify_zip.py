@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import io
+import struct
 
 import pytest
 import torch
 
 from ray_dcp.checksums import crc32
 from ray_dcp.maintenance.verify_zip import find_zip_problems
-from ray_dcp.zip_record import NotARecordError, frame_pickle, read_entries
+from ray_dcp.zip_record import (
+    CENTRAL,
+    DESCRIPTOR_64,
+    END,
+    END_64,
+    LOCAL,
+    LOCAL_SIGNATURE,
+    LOCATOR_64,
+    ZIP64,
+    ZIP64_ID,
+    NotARecordError,
+    frame_pickle,
+    read_entries,
+)
 from tests.test_zip_record import BYTES, SparseRecord, framed, read_from, torch_record
 
 RECORDS = {
@@ -73,3 +87,58 @@ def test_a_record_beyond_four_gib_is_looked_at_without_reading_its_payload(nbyte
         with pytest.raises(NotARecordError):
             list(find_zip_problems(record.read, record.frame.nbytes))
     assert record.num_read < 20_000
+
+
+class TorchsLargeRecord:
+    """As torch writes a payload of zeros beyond 4 GiB, and an entry behind it."""
+
+    def __init__(self, payload_nbytes: int) -> None:
+        def header(name: bytes, *large: int) -> bytes:
+            extra = struct.pack(f"<2H{len(large)}Q", ZIP64_ID, 8 * len(large), *large) + b"FB\x03\x00ZZZ"
+            return LOCAL.pack(LOCAL_SIGNATURE, 0, 2056, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+
+        self.head = header(b"archive/data/0", payload_nbytes, 0)
+        self.payload_nbytes, at = payload_nbytes, len(self.head) + payload_nbytes + DESCRIPTOR_64.size
+        behind = header(b"archive/version", at) + b"3\n"
+        entries = [(b"archive/data/0", 5, payload_nbytes, 0), (b"archive/version", crc32(b"3\n"), 2, at)]
+        descriptors = [DESCRIPTOR_64.pack(b"PK\x07\x08", crc, nbytes, nbytes) for _, crc, nbytes, _ in entries]
+        directory = b""
+        for name, crc, nbytes, offset in entries:
+            large = [number for number in (nbytes, nbytes, offset) if number >= ZIP64]
+            directory += CENTRAL.pack(
+                b"PK\x01\x02", 0, 0, 2056, 0, 0, 0, crc, min(nbytes, ZIP64), min(nbytes, ZIP64), len(name),
+                4 + 8 * len(large), 0, 0, 0, 0, min(offset, ZIP64),
+            ) + name + struct.pack(f"<2H{len(large)}Q", ZIP64_ID, 8 * len(large), *large)  # fmt: skip
+        starts_at = at + len(behind) + DESCRIPTOR_64.size
+        self.tail = b"".join((descriptors[0], behind, descriptors[1], directory,
+                              END_64.pack(b"PK\x06\x06", 44, 0x31E, 45, 0, 0, 2, 2, len(directory), starts_at),
+                              LOCATOR_64.pack(b"PK\x06\x07", 0, starts_at + len(directory), 1),
+                              END.pack(b"PK\x05\x06", 0, 0, 2, 2, len(directory), ZIP64, 0)))  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.head) + self.payload_nbytes + len(self.tail)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        assert nbytes < 200_000
+        tail_at, end = len(self.head) + self.payload_nbytes, offset + nbytes
+        zeros = bytes(max(0, min(end, tail_at) - max(offset, len(self.head))))
+        return self.head[offset:end] + zeros + self.tail[max(0, offset - tail_at) : max(0, end - tail_at)]
+
+
+@pytest.mark.parametrize("nbytes", [1 << 32, (1 << 32) + 12345])
+def test_a_record_of_torchs_beyond_four_gib_is_whole_and_each_flipped_byte_is_a_problem(nbytes):
+    record = TorchsLargeRecord(nbytes)
+    assert read_entries(record.read, record.nbytes)["data/0"].nbytes == nbytes
+    assert list(find_zip_problems(record.read, record.nbytes)) == []
+    for part in ("head", "tail"):
+        whole = getattr(record, part)
+        for place in range(len(whole)):
+            setattr(record, part, whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            try:
+                read_entries(record.read, record.nbytes)
+                found = list(find_zip_problems(record.read, record.nbytes))
+            except NotARecordError:
+                found = [None]
+            assert found or b"3\n" not in record.tail, "contents are not looked at here"
+        setattr(record, part, whole)
