@@ -37,6 +37,8 @@ from ray_dcp.zip_record import (
 _MADE_BY_64 = (0, 0x31E)
 """In a zip64 end: ray_dcp's records and torch's."""
 _VERSION_64 = 45
+_TORCHS_VERSION = 0
+"""Of the zip format, as torch gives it for every entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +132,21 @@ def _is_right_extra(extra: bytes, entry: DirectoryEntry, *, follows: bool) -> bo
             if content.strip(b"\0") and content.strip(b"Z"):
                 return False
         elif kind == ZIP64_ID:
-            if content not in _zip64_fields(entry, follows=follows):
+            if content != _zip64_field(entry, follows=follows):
                 return False
         else:
             return False
     return True
 
 
-def _zip64_fields(entry: DirectoryEntry, *, follows: bool) -> Sequence[bytes]:
-    """What a header's field of large numbers may hold: ray_dcp's, and torch's, which knows one size of two."""
-    nbytes, at = entry.nbytes, entry.header_at
-    in_torchs = [*([nbytes, 0] if nbytes >= ZIP64 else []), *([at] if at >= ZIP64 else [])]
-    known = 0 if follows else nbytes
-    return struct.pack("<2Q", known, known), struct.pack(f"<{len(in_torchs)}Q", *in_torchs)
+def _zip64_field(entry: DirectoryEntry, *, follows: bool) -> bytes:
+    """What a header's field of large numbers holds."""
+    if entry.version == _TORCHS_VERSION:  # it knows one of two sizes then
+        sizes = [entry.nbytes, 0] if entry.nbytes >= ZIP64 else []
+        numbers = [*sizes, *([entry.header_at] if entry.header_at >= ZIP64 else [])]
+    else:
+        numbers = [0, 0] if follows else [entry.nbytes, entry.nbytes]
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 def _central(entry: DirectoryEntry) -> bytes:
