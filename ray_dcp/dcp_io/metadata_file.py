@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ray_dcp.errors import CorruptCheckpointError, UnsafeDataError
@@ -106,6 +108,8 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(f"holds a {type(metadata).__name__} instead of metadata", file=file)
     _require_well_formed(metadata, file)
+    if not digest_checked:
+        _require_places(metadata, file)
     return metadata
 
 
@@ -126,9 +130,46 @@ def _is_well_formed(saved: Any) -> bool:
     if isinstance(saved, BytesStorageMetadata):
         return True
     num_dims = len(saved.size)
-    return isinstance(saved.properties.dtype, torch.dtype) and all(
-        len(chunk.offsets) == len(chunk.sizes) == num_dims for chunk in saved.chunks
+    return (
+        isinstance(saved.properties.dtype, torch.dtype)
+        and _are_counts(saved.size)
+        and all(
+            len(chunk.offsets) == len(chunk.sizes) == num_dims
+            and _are_counts(chunk.offsets)
+            and _are_counts(chunk.sizes)
+            for chunk in saved.chunks
+        )
     )
+
+
+def _require_places(metadata: Metadata, file: str) -> None:
+    """What is missing altogether is left to whoever looks for it; a user's own writer may have put anything."""
+    for index, info in (metadata.storage_data or {}).items():
+        if not isinstance(info, _StorageInfo):
+            continue
+        numbers = getattr(info, "offset", 0), getattr(info, "length", 0)
+        if not isinstance(getattr(info, "relative_path", ""), str) or not _are_counts(numbers):
+            fqn = str(getattr(index, "fqn", ""))
+            raise CorruptCheckpointError("is no readable metadata: a place in it is none", file=file, fqn=fqn)
+
+
+def _are_counts(numbers: Iterable[Any]) -> bool:
+    return all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+
+
+_UNREADABLE = (
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    OSError,
+    struct.error,
+)
+"""What ``torch.load`` raises for a pickle that makes no sense."""
 
 
 def decode_python(content: IO[bytes], *, file: str, fqn: str, trusted: bool, map_location: str = "cpu") -> Any:
@@ -150,7 +191,9 @@ def decode_python(content: IO[bytes], *, file: str, fqn: str, trusted: bool, map
             file=file,
             fqn=fqn,
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
+        if trusted and not isinstance(error, RuntimeError | EOFError | ValueError | KeyError):
+            raise  # a class of the user's may raise anything
         raise CorruptCheckpointError(f"cannot be read: {_first_line(error)}", file=file, fqn=fqn) from error
 
 

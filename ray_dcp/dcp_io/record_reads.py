@@ -32,7 +32,7 @@ from ray_dcp.dcp_io.stored_chunk import (
 from ray_dcp.dcp_io.torch_record import find_payload
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.manifest import Entry
-from ray_dcp.zip_record import NotARecordError
+from ray_dcp.zip_record import LOCAL_SIGNATURE, NotARecordError
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,15 @@ class RecordReads:
             raise CorruptCheckpointError(
                 f"holds a {type(loaded).__name__} instead of a tensor", file=file, fqn=wanted.fqn
             )
+        described = self._tensors.get(wanted.fqn)
+        if isinstance(described, TensorStorageMetadata):
+            sizes = _chunk_sizes(described, wanted.items[0].storage_index)
+            if tuple(loaded.shape) != sizes:  # copying would stretch a dimension of size 1
+                raise CorruptCheckpointError(
+                    f"holds a tensor of shape {tuple(loaded.shape)}, the metadata says {sizes}",
+                    file=file,
+                    fqn=wanted.fqn,
+                )
         for item, target in zip(wanted.items, targets, strict=True):
             target.copy_(narrow_tensor_by_index(loaded, item.storage_offsets, item.lengths))
 
@@ -162,7 +171,7 @@ class RecordReads:
         (``torch.serialization.set_crc32_options(False)``): it then puts 0 for all of them.
         """
         try:
-            if not zipfile.is_zipfile(io.BytesIO(content)):
+            if not zipfile.is_zipfile(io.BytesIO(content)) and not content.startswith(LOCAL_SIGNATURE):
                 return
             with zipfile.ZipFile(io.BytesIO(content)) as record:
                 has_checksums = any(stored.CRC for stored in record.infolist())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import pickle
 from collections import OrderedDict
 from typing import Any
@@ -32,12 +33,19 @@ class _StoredTensor:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As ``torch.Tensor.__reduce_ex__``: dtypes that came late have a rebuild function of their own."""
-        shape = torch.empty(self._sizes, dtype=self._dtype, device="meta")
-        storage = _Storage(self._dtype, shape.numel())
-        arguments: tuple[Any, ...] = (storage, 0, self._sizes, shape.stride(), False, OrderedDict())
+        storage = _Storage(self._dtype, math.prod(self._sizes))
+        arguments: tuple[Any, ...] = (storage, 0, self._sizes, _strides(self._sizes), False, OrderedDict())
         if self._dtype in torch.storage._new_dtypes():
             return torch._utils._rebuild_tensor_v3, (*arguments, self._dtype)
         return torch._utils._rebuild_tensor_v2, arguments
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """As torch has them; not asked of a tensor, since sizes may come from a damaged file."""
+    strides = [1]
+    for size in reversed(sizes[1:]):
+        strides.append(strides[-1] * max(1, size))
+    return tuple(reversed(strides)) if sizes else ()
 
 
 class _Pickler(pickle.Pickler):
@@ -53,7 +61,10 @@ class _Pickler(pickle.Pickler):
 
 @functools.lru_cache(maxsize=16384)
 def tensor_pickle(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
-    """The pickle of any contiguous CPU tensor of this dtype and shape that needs no gradient."""
+    """The pickle of any contiguous CPU tensor of this dtype and shape that needs no gradient.
+
+    Raises ``KeyError`` for a dtype that ``torch.save`` has no storage for.
+    """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=DEFAULT_PROTOCOL).dump(_StoredTensor(dtype, tuple(sizes)))
     return buffer.getvalue()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +37,13 @@ def find_payload(read: Read, record_nbytes: int, dtype: torch.dtype, sizes: tupl
         return None
     has_checksums = any(entry.crc for entry in entries.values())
     contents = {name: _content(read, entry, has_checksums) for name, entry in entries.items() if name != PAYLOAD}
-    if contents[PICKLE] != tensor_pickle(dtype, sizes) or contents.get(BYTEORDER, b"little") != b"little":
+    # The sizes may come from a damaged file.
+    if payload.nbytes != math.prod(sizes) * dtype.itemsize or contents.get(BYTEORDER, b"little") != b"little":
         return None
-    if payload.nbytes != torch.Size(sizes).numel() * dtype.itemsize:
-        return None
-    return FoundPayload(payload.offset, payload.nbytes, payload.crc if has_checksums else None)
+    with suppress(KeyError):  # torch.save has nothing for this dtype
+        if contents[PICKLE] == tensor_pickle(dtype, sizes):
+            return FoundPayload(payload.offset, payload.nbytes, payload.crc if has_checksums else None)
+    return None
 
 
 def _content(read: Read, entry: RecordEntry, has_checksums: bool) -> bytes:

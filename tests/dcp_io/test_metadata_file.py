@@ -178,6 +178,10 @@ class TestMetadata:
             lambda metadata: setattr(metadata.state_dict_metadata["w"].properties, "dtype", None),
             lambda metadata: metadata.state_dict_metadata["w"].chunks.append(None),
             lambda metadata: setattr(metadata.state_dict_metadata["w"].chunks[0], "sizes", torch.Size((2,))),
+            lambda metadata: setattr(metadata.state_dict_metadata["w"].chunks[0], "sizes", torch.Size((-2, 3))),
+            lambda metadata: setattr(metadata.state_dict_metadata["w"].chunks[0], "offsets", "ab"),
+            lambda metadata: setattr(metadata.state_dict_metadata["w"], "size", (2.0, 3.0)),
+            lambda metadata: setattr(metadata.state_dict_metadata["w"], "size", (2, 1 << 63)),
         ],
     )
     def test_one_with_parts_missing_is_corrupt(self, damage):
@@ -185,6 +189,16 @@ class TestMetadata:
         damage(metadata)
         with pytest.raises(CorruptCheckpointError, match="is no readable metadata: parts of it are missing"):
             decode_metadata(encode_metadata(metadata), file="f")
+
+    @pytest.mark.parametrize(
+        "part", [{"offset": -1}, {"length": 1 << 63}, {"length": "5"}, {"relative_path": 5}], ids=str
+    )
+    def test_a_place_that_is_none_is_corrupt_and_told_with_its_name(self, part):
+        metadata = metadata_of()
+        vars(metadata.storage_data[MetadataIndex("n")]).update(part)
+        with pytest.raises(CorruptCheckpointError, match="a place in it is none") as caught:
+            decode_metadata(encode_metadata(metadata), file="f")
+        assert caught.value.fqn == "n"
 
     def test_a_truncated_one_is_corrupt_wherever_it_ends(self):
         content = encode_metadata(metadata_of())
