@@ -149,7 +149,7 @@ class CheckpointSource:
         only = Metadata({name: self._metadata.state_dict_metadata[name]}, version=self._metadata.version)
         planner.set_up_planner(state, only, True)
         plan = planner.create_local_plan()
-        if problems := planner.check(plan).problems:
+        if problems := planner.check().problems:
             raise CorruptCheckpointError("; ".join(problems), file=self._file)
         plan = self._reader.prepare_local_plan(planner.finish_plan(plan))
         self._reader.read_data(plan, planner).wait()

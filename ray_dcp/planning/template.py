@@ -8,33 +8,25 @@ of an integer key beside it, as a string); it unpickles with an allow-list.
 from __future__ import annotations
 
 import io
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    _check_box_overlap,
-    create_default_local_load_plan,
-)
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
+from ray_dcp.planning.layouts import ReadLayouts, local_part
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import is_per_rank_name
+
+_AT_ZERO = torch.Size((0,))
+"""What torch's planner gives as place and length of a Python object."""
 
 LoadPython = Callable[[io.BytesIO, str], Any]
 """(stored bytes, fqn) -> the value, or an error of ray_dcp."""
@@ -54,6 +46,11 @@ class TemplateCheck:
     """One line for each shape, kind or dtype that differs, and each region that no stored chunk covers."""
 
 
+def without_names(check: TemplateCheck | None) -> TemplateCheck | None:
+    """``check`` as the coordinator needs it: the names that are right are of no interest there."""
+    return None if check is None else replace(check, wanted=())
+
+
 class TemplatePlanner(DefaultLoadPlanner):
     """Plans reads into a template and checks it; ``create_local_plan`` leaves out what the checkpoint lacks."""
 
@@ -61,6 +58,7 @@ class TemplatePlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=flatten_state_dict, allow_partial_load=True)
         self._load_python = load_python
         self._cast = cast
+        self._problems: tuple[str, ...] = ()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -71,24 +69,56 @@ class TemplatePlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
         self.state_dict, self.mappings = self._flatten(state_dict, metadata)
 
-    def check(self, plan: LoadPlan) -> TemplateCheck:
-        """Compare the template with the checkpoint; ``plan`` is this planner's local plan."""
+    def create_local_plan(self) -> LoadPlan:
+        """Plan the reads of all values that are of the kind and shape of the stored ones; ``check`` tells the rest."""
+        assert self.metadata is not None
+        saved_values = self.metadata.state_dict_metadata
+        layouts = ReadLayouts()
+        items: list[ReadItem] = []
+        problems: list[str] = []
+        for fqn, value in self.state_dict.items():
+            saved = saved_values.get(fqn)
+            if saved is None:
+                continue
+            if isinstance(saved, BytesStorageMetadata):
+                if isinstance(value, torch.Tensor):
+                    problems.append(f"{fqn}: the checkpoint holds a Python object, the template a tensor")
+                else:
+                    index = MetadataIndex(fqn)
+                    items.append(ReadItem(LoadItemType.BYTE_IO, index, _AT_ZERO, index, _AT_ZERO, _AT_ZERO))
+                continue
+            unfit = _unfit(fqn, value, saved)
+            problems += unfit
+            if not unfit:
+                planned = layouts.reads_of(value, saved)
+                items += planned.of(fqn)
+                problems += [f"{fqn}: {problem}" for problem in planned.problems]
+            if isinstance(value, torch.Tensor) and value.dtype != saved.properties.dtype and not self._cast:
+                problems.append(
+                    f"{fqn}: the checkpoint has dtype {saved.properties.dtype}, the template {value.dtype} "
+                    "(cast=True converts)"
+                )
+        self._problems = tuple(sorted(problems))
+        return LoadPlan(items)
+
+    def check(self) -> TemplateCheck:
+        """Compare the template with the checkpoint, once the local plan is made."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
-        problems: list[str] = []
-        for fqn in sorted(self.state_dict.keys() & saved.keys()):
-            problems += _value_problems(fqn, self.state_dict[fqn], saved[fqn], self._cast)
-        problems += _uncovered_regions(plan, self._fitting())
         return TemplateCheck(
             wanted=tuple(sorted(self.state_dict.keys() & saved.keys())),
             missing=tuple(sorted(self.state_dict.keys() - saved.keys())),
             unexpected=tuple(sorted(fqn for fqn in saved.keys() - self.state_dict.keys() if not is_per_rank_name(fqn))),
-            problems=tuple(problems),
+            problems=self._problems,
         )
 
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        return create_default_local_load_plan(self._fitting(), self.metadata, strict=False)
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The memory to fill; the whole of a tensor, which most reads are for, is found without slicing it."""
+        local = local_part(self.state_dict.get(read_item.dest_index.fqn))
+        if local is not None and local.shape == read_item.lengths:
+            return local
+        resolved: torch.Tensor = super().resolve_tensor(read_item)
+        return resolved
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Give memory to the meta tensors that will be filled: only now, when all checks have passed."""
@@ -108,16 +138,6 @@ class TemplatePlanner(DefaultLoadPlanner):
     def put_python(self, read_item: ReadItem, value: Any) -> None:
         """Put a decoded value into the template."""
         self._replace(read_item.dest_index.fqn, value)
-
-    def _fitting(self) -> dict[str, Any]:
-        """The values of the template that can be planned at all: of the kind and shape of the stored ones."""
-        assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata
-        return {
-            fqn: value
-            for fqn, value in self.state_dict.items()
-            if fqn in saved and not _value_problems(fqn, value, saved[fqn], cast=True)
-        }
 
     def _replace(self, fqn: str, value: Any) -> None:
         self.state_dict[fqn] = value
@@ -167,20 +187,13 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _value_problems(fqn: str, value: Any, saved: TensorStorageMetadata | BytesStorageMetadata, cast: bool) -> list[str]:
-    if isinstance(saved, BytesStorageMetadata):
-        if isinstance(value, torch.Tensor):
-            return [f"{fqn}: the checkpoint holds a Python object, the template a tensor"]
-        return []
+def _unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
+    """Why no read of a stored tensor can be planned into ``value``."""
     if not isinstance(value, torch.Tensor):
         return [f"{fqn}: the checkpoint holds a tensor, the template a {type(value).__name__}"]
     problems = []
-    if value.size() != saved.size:
-        problems.append(f"{fqn}: the checkpoint has shape {tuple(saved.size)}, the template {tuple(value.size())}")
-    if value.dtype != saved.properties.dtype and not cast:
-        problems.append(
-            f"{fqn}: the checkpoint has dtype {saved.properties.dtype}, the template {value.dtype} (cast=True converts)"
-        )
+    if value.shape != saved.size:
+        problems.append(f"{fqn}: the checkpoint has shape {tuple(saved.size)}, the template {tuple(value.shape)}")
     if any(_repeats_memory(local) for local in _local_tensors(value)):
         problems.append(f"{fqn}: the template is a view whose elements share memory; fill a .clone() of it")
     return problems
@@ -191,12 +204,13 @@ def _local_tensors(value: torch.Tensor) -> Iterable[torch.Tensor]:
         return value.chunks.values()
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
-    return [value.to_local() if isinstance(value, DTensor) else value]
+    local = local_part(value)
+    return [local if local is not None else value.to_local() if isinstance(value, DTensor) else value]
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:
     """Whether two elements may lie at one place, as in what ``expand`` and ``unfold`` make."""
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
+    if tensor.layout != torch.strided or tensor.is_contiguous() or tensor.device.type == "meta":
         return False
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
@@ -206,45 +220,4 @@ def _repeats_memory(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _uncovered_regions(plan: LoadPlan, flat: Mapping[str, Any]) -> list[str]:
-    """A line for each region of the template that the planned reads do not fill exactly once."""
-    reads: dict[tuple[str, torch.Size | None], list[ChunkStorageMetadata]] = defaultdict(list)
-    for item in plan.items:
-        reads[item.dest_index.fqn, item.dest_index.offset].append(ChunkStorageMetadata(item.dest_offsets, item.lengths))
-    problems = []
-    for fqn, value in flat.items():
-        if not isinstance(value, torch.Tensor) or _holds_nothing(value):
-            continue
-        for chunk in _create_chunk_list(value):
-            boxes = reads[fqn, chunk.offsets]
-            region = f"region of shape {tuple(chunk.sizes)} at offsets {tuple(chunk.offsets)}"
-            if _overlap(boxes):
-                problems.append(f"{fqn}: stored chunks overlap within the {region}, so its values are ambiguous")
-                continue
-            whole = math.prod(chunk.sizes)
-            missing = whole - sum(math.prod(box.sizes) for box in boxes)
-            if missing:
-                problems.append(f"{fqn}: no stored chunk covers {missing} of {whole} elements of the {region}")
-    return problems
-
-
-def _overlap(boxes: list[ChunkStorageMetadata]) -> bool:
-    """Whether any two share an element. Sweeps along the dimension that tells most of them apart."""
-    boxes = [box for box in boxes if math.prod(box.sizes)]
-    if len(boxes) < 2 or not boxes[0].sizes:
-        return len(boxes) > 1
-    sweep = max(range(len(boxes[0].sizes)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
-    active: list[ChunkStorageMetadata] = []
-    for box in sorted(boxes, key=lambda box: box.offsets[sweep]):
-        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > box.offsets[sweep]]
-        if any(_check_box_overlap(box, other) for other in active):
-            return True
-        active.append(box)
-    return False
-
-
-def _holds_nothing(value: torch.Tensor) -> bool:
-    return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
-
-
-__all__ = ["TemplateCheck", "TemplatePlanner", "set_at"]
+__all__ = ["TemplateCheck", "TemplatePlanner", "set_at", "without_names"]

@@ -15,28 +15,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
+from ray_dcp.collector import collector_paused
 from ray_dcp.dcp_io.metadata_file import decode_python
 from ray_dcp.dcp_io.opened import OpenedCheckpoint
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.planning.per_rank import PerRankTemplate
-from ray_dcp.planning.template import TemplateCheck, TemplatePlanner
+from ray_dcp.planning.state_dict import is_stateful
+from ray_dcp.planning.template import TemplateCheck, TemplatePlanner, without_names
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.counting import CountingPlanner
-from ray_dcp.protocol.sessions import (
+from ray_dcp.protocol.load_session import (
+    NO_GLOBAL_STEP,
     LoadContribution,
-    OnRankZero,
     OpenContribution,
+    SendPlans,
     plan_load_globally,
 )
+from ray_dcp.protocol.session import OnRankZero
 from ray_dcp.protocol.set_up import accepted
 
 
@@ -105,7 +109,7 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
     """
     metadata = _open(request, call)
     template = _collect_template(request, call)
-    with phase(call, "read"), template.per_rank.expanded(metadata.state_dict_metadata):
+    with phase(call, "read"), template.per_rank.expanded(metadata.state_dict_metadata), torch.no_grad():
         planned = _plan(request, template, metadata, call)
         for put_python_value in _read(request, planned, call):
             put_python_value()
@@ -122,7 +126,8 @@ def _open(request: LoadRequest, call: Call) -> Metadata:
         opened: OpenedCheckpoint | None = call.exchange("open", OpenContribution(request.checkpoint_id, own_reader))
         if opened is not None and isinstance(request.reader, StoreReader):
             request.reader.adopt(opened)
-        metadata = request.reader.read_metadata()
+        with collector_paused():
+            metadata = request.reader.read_metadata()
         reached(Point.AFTER_OPEN)
     return metadata
 
@@ -131,25 +136,27 @@ def _collect_template(request: LoadRequest, call: Call) -> _Template:
     with phase(call, "collect"):
         if not isinstance(request.state_dict, dict):
             raise StateDictError(f"state_dict is a {type(request.state_dict).__name__}; pass the dict to fill")
-        values = {
-            key: value.state_dict() if isinstance(value, Stateful) else value
-            for key, value in request.state_dict.items()
-        }
+        values = {key: value.state_dict() if is_stateful(value) else value for key, value in request.state_dict.items()}
         return _Template(values, PerRankTemplate(values, call.rank, call.world_size))
 
 
 def _plan(request: LoadRequest, template: _Template, metadata: Metadata, call: Call) -> _PlannedLoad:
     """Agree with all ranks on who reads what, all templates checked."""
     with phase(call, "plan"):
-        local_plan = _plan_locally(request, template, metadata, call)
-        carried = _carried(request, call) if call.rank == 0 else None
-        check = request.planner.check(local_plan) if isinstance(request.planner, TemplatePlanner) else None
+        with collector_paused():
+            local_plan = _plan_locally(request, template, metadata, call)
+            carried = _carried(request, call) if call.rank == 0 else None
+            check = request.planner.check() if isinstance(request.planner, TemplatePlanner) else None
         problems = tuple(template.per_rank.problems(metadata.state_dict_metadata))
-        answer = call.exchange("plan", LoadContribution(local_plan, check, request.strict, problems, carried))
+        sent = None if _has_no_global_step(request) else local_plan
+        contribution = LoadContribution(sent, without_names(check), request.strict, problems, carried)
+        answer = call.exchange("plan", contribution)
+        if isinstance(answer, SendPlans):
+            answer = call.exchange("plans", local_plan)
         if isinstance(answer, OnRankZero):
             answer = call.exchange("global plan", _plan_globally_here(request, answer))
         final, unexpected = answer
-        plan = request.planner.finish_plan(final)
+        plan = request.planner.finish_plan(local_plan if final is None else final)
     return _planned(plan, check, unexpected)
 
 
@@ -165,16 +172,28 @@ def _plan_globally_here(request: LoadRequest, order: OnRankZero) -> Sequence[Loa
 
 
 def _carried(request: LoadRequest, call: Call) -> Any:
-    """Planner and reader for the coordinator, after their local step, as torch's coordinator rank uses them.
-
-    Most have no global step of their own, and torch's default, which is none, stands in for them.
-    """
+    """Planner and reader for the coordinator, after their local step, as torch's coordinator rank uses them."""
+    if _has_no_global_step(request):
+        return NO_GLOBAL_STEP
     planner, reader = request.planner, request.reader
-    if type(planner).create_global_plan is DefaultLoadPlanner.create_global_plan:
+    if _plans_alone(planner):
         planner = DefaultLoadPlanner()
-    if type(reader).prepare_global_plan in (StoreReader.prepare_global_plan, FileSystemReader.prepare_global_plan):
+    if _reads_alone(reader):
         reader = StoreReader()
     return call.carry(planner, reader)
+
+
+def _has_no_global_step(request: LoadRequest) -> bool:
+    """Most planners and readers have none: torch's default, which leaves every plan as it is."""
+    return _plans_alone(request.planner) and _reads_alone(request.reader)
+
+
+def _plans_alone(planner: LoadPlanner) -> bool:
+    return type(planner).create_global_plan is DefaultLoadPlanner.create_global_plan
+
+
+def _reads_alone(reader: StorageReader) -> bool:
+    return type(reader).prepare_global_plan in (StoreReader.prepare_global_plan, FileSystemReader.prepare_global_plan)
 
 
 def _planned(plan: LoadPlan, check: TemplateCheck | None, unexpected: tuple[str, ...]) -> _PlannedLoad:
@@ -211,8 +230,8 @@ def _restore(request: LoadRequest, template: _Template, call: Call) -> None:
     with phase(call, "restore"):
         reached(Point.BEFORE_RESTORE)
         for key, loaded in template.values.items():
-            target = request.state_dict.get(key)  # a planner may have added names of its own
-            if isinstance(target, Stateful):
+            target: Any = request.state_dict.get(key)  # a planner may have added names of its own
+            if is_stateful(target):
                 target.load_state_dict(loaded)
             else:
                 request.state_dict[key] = loaded

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from ray_dcp.collector import collector_paused
 from ray_dcp.config import Limits
 from ray_dcp.errors import CoordinatorLostError, GroupError, RankAbsentError, StalledError, without_keys
 from ray_dcp.progress import Progress, working
@@ -156,7 +157,7 @@ class OpenCall:
         parts = [self._parts[phase][rank] for rank in range(self._world_size)]
         name = coordinator_phase(self._id.kind, phase)
         try:
-            with working(self._step_progress, name):
+            with working(self._step_progress, name), collector_paused():
                 answers = self._session.step(phase, [decode(part.message) for part in parts])
                 encoded = _encode_each(answers)
         except BaseException as error:  # noqa: BLE001 - whatever a user's planner raises, the ranks wait for it

@@ -29,7 +29,8 @@ from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.counting import CountingPlanner
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException
-from ray_dcp.protocol.sessions import OnRankZero, SaveContribution, plan_globally
+from ray_dcp.protocol.save_session import SaveContribution, plan_globally
+from ray_dcp.protocol.session import OnRankZero
 from ray_dcp.protocol.set_up import accepted
 from ray_dcp.staging.copies import copy_to_host
 

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.template import _overlap, set_at
+from ray_dcp.planning.layouts import overlap
+from ray_dcp.planning.template import set_at
 from tests.shardings import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -303,7 +304,7 @@ class TestCoverage:
         for x, y, height, width in boxes:
             counts[x : x + height, y : y + width] += 1
         chunks = [ChunkStorageMetadata(torch.Size((x, y)), torch.Size((h, w))) for x, y, h, w in boxes]
-        assert _overlap(chunks) == bool((counts > 1).any())
+        assert overlap(chunks) == bool((counts > 1).any())
 
 
 class TestCast:

@@ -1,0 +1,130 @@
+"""How a rank's part of a value lies in the whole: worked out once for all values of one layout.
+
+A model has thousands of tensors and a dozen layouts. Torch works out each tensor's place anew, which is most of what
+planning costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import _check_box_overlap
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def local_part(value: Any) -> torch.Tensor | None:
+    """This rank's memory of a plain tensor or a DTensor; None of every other kind of value."""
+    kind = type(value)
+    if kind in _PLAIN:
+        whole: torch.Tensor = value
+        return whole
+    if kind is DTensor and type(value._local_tensor) in _PLAIN:
+        local: torch.Tensor = value._local_tensor
+        return local
+    return None
+
+
+def layout_key(value: Any) -> Hashable | None:
+    """Equal for values of which this rank holds equal chunks; None for a kind of value that must be asked each time.
+
+    Good as long as the values live, since a mesh is known by its identity.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        shape: torch.Size = value.shape
+        return shape
+    if kind is DTensor and type(value._local_tensor) in _PLAIN:
+        return id(value.device_mesh), value.placements, value.shape
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedReads:
+    """The reads that fill values of one layout from tensors that were saved in one way, whatever their names."""
+
+    reads: tuple[ReadItem, ...]
+    """Of a value without a name."""
+    problems: tuple[str, ...]
+    """A line for each region that stored chunks do not fill exactly once."""
+
+    def of(self, fqn: str) -> list[ReadItem]:
+        return [
+            ReadItem(
+                LoadItemType.TENSOR,
+                MetadataIndex(fqn, read.dest_index.offset, read.dest_index.index),
+                read.dest_offsets,
+                MetadataIndex(fqn, read.storage_index.offset, read.storage_index.index),
+                read.storage_offsets,
+                read.lengths,
+            )
+            for read in self.reads
+        ]
+
+
+class ReadLayouts:
+    """``PlannedReads`` by layout, for one load."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, PlannedReads] = {}
+
+    def reads_of(self, value: torch.Tensor, saved: TensorStorageMetadata) -> PlannedReads:
+        """How ``value`` is filled from what was saved. Raises whatever its class does when asked for its chunks."""
+        own = layout_key(value)
+        if own is None:
+            return _planned_reads(value, saved)
+        key = own, tuple([(chunk.offsets, chunk.sizes) for chunk in saved.chunks])
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _planned_reads(value, saved)
+        return known
+
+
+def _planned_reads(value: torch.Tensor, saved: TensorStorageMetadata) -> PlannedReads:
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return PlannedReads((), ())  # this rank is not in its mesh
+    chunks = _create_chunk_list(value)
+    reads = create_read_items_for_chunk_list("", saved, chunks)
+    return PlannedReads(tuple(reads), tuple(_uncovered_regions(chunks, reads)))
+
+
+def _uncovered_regions(chunks: Sequence[ChunkStorageMetadata], reads: Sequence[ReadItem]) -> list[str]:
+    """A line for each region that ``reads`` do not fill exactly once."""
+    boxes_of: dict[torch.Size | None, list[ChunkStorageMetadata]] = {}
+    for read in reads:
+        boxes_of.setdefault(read.dest_index.offset, []).append(ChunkStorageMetadata(read.dest_offsets, read.lengths))
+    problems = []
+    for chunk in chunks:
+        boxes = boxes_of.get(chunk.offsets, [])
+        region = f"region of shape {tuple(chunk.sizes)} at offsets {tuple(chunk.offsets)}"
+        if overlap(boxes):
+            problems.append(f"stored chunks overlap within the {region}, so its values are ambiguous")
+            continue
+        whole = math.prod(chunk.sizes)
+        missing = whole - sum(math.prod(box.sizes) for box in boxes)
+        if missing:
+            problems.append(f"no stored chunk covers {missing} of {whole} elements of the {region}")
+    return problems
+
+
+def overlap(boxes: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether any two share an element. Sweeps along the dimension that tells most of them apart."""
+    boxes = [box for box in boxes if math.prod(box.sizes)]
+    if len(boxes) < 2 or not boxes[0].sizes:
+        return len(boxes) > 1
+    sweep = max(range(len(boxes[0].sizes)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    active: list[ChunkStorageMetadata] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[sweep]):
+        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > box.offsets[sweep]]
+        if any(_check_box_overlap(box, other) for other in active):
+            return True
+        active.append(box)
+    return False

@@ -1,0 +1,119 @@
+"""The coordinator's half of a save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.errors import StateDictError
+from ray_dcp.planning.check_save import require_agreeing_plans, require_whole_tensors
+from ray_dcp.points import Point, reached
+from ray_dcp.protocol.session import OnRankZero, Session, for_rank_zero, one_checkpoint_id
+from ray_dcp.protocol.wire import Carried
+
+
+@dataclass(frozen=True, slots=True)
+class SaveContribution:
+    """What a rank sends to plan a save. ``carried``, of rank 0 alone: its (planner, writer), None where they stay."""
+
+    checkpoint_id: str
+    plan: SavePlan
+    carried: Carried | tuple[SavePlanner, StorageWriter] | None = None
+    reports_results: bool = True
+    """False for a user's writer, which may keep books of its own."""
+
+
+class SaveSession(Session):
+    """plan: local plans to final plans. write: write results to the committed ``Metadata``.
+
+    With what stays on rank 0, "global plan" follows the one and "commit" the other.
+    """
+
+    first_phase: ClassVar[str] = "plan"
+
+    def __init__(self) -> None:
+        self.checkpoint_id = ""
+        self._writer: StorageWriter | None = None
+        self._reports_results = True
+        self._metadata: Metadata | None = None
+        self._planned: set[MetadataIndex] = set()
+
+    def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
+        steps: Mapping[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
+            "plan": self._plan,
+            "global plan": self._planned_on_rank_zero,
+            "write": self._write,
+            "commit": lambda parts: [parts[0]] * len(parts),
+        }
+        return steps[phase](contributions)
+
+    @property
+    def may_have_committed(self) -> bool:
+        return isinstance(self._writer, StoreWriter) and self._writer.may_have_committed
+
+    def give_up(self) -> None:
+        if isinstance(self._writer, StoreWriter):
+            self._writer.give_up()
+
+    def next_phase(self, phase: str) -> str | None:
+        stays = self._writer is None
+        following = {"plan": "global plan" if stays else "write", "global plan": "write"}
+        return following.get(phase, "commit" if stays and phase == "write" else None)
+
+    def _plan(self, contributions: Sequence[SaveContribution]) -> Sequence[SavePlan | OnRankZero]:
+        self.checkpoint_id = one_checkpoint_id([part.checkpoint_id for part in contributions])
+        local_plans = [part.plan for part in contributions]
+        require_agreeing_plans(local_plans)
+        carried = contributions[0].carried
+        self._reports_results = contributions[0].reports_results
+        if carried is None:
+            return for_rank_zero(local_plans)
+        planner, self._writer = carried.unpack() if isinstance(carried, Carried) else carried
+        reached(Point.GLOBAL_PLAN)
+        planned = plan_globally(planner, self._writer, local_plans)
+        self.attempt = self._writer.attempt if isinstance(self._writer, StoreWriter) else None
+        return self._accept(*planned)
+
+    def _planned_on_rank_zero(self, parts: Sequence[Any]) -> Sequence[SavePlan]:
+        return self._accept(*parts[0])
+
+    def _accept(self, plans: Sequence[SavePlan], metadata: Metadata) -> Sequence[SavePlan]:
+        require_whole_tensors(metadata)
+        self._metadata = metadata
+        self._planned = {item.index for plan in plans for item in plan.items}
+        return plans
+
+    def _write(self, results: Sequence[list[WriteResult]]) -> Sequence[Metadata | OnRankZero]:
+        assert self._metadata is not None
+        self._require_all_written(results)
+        if self._writer is None:
+            return for_rank_zero(results, self._metadata)
+        self._writer.finish(self._metadata, list(results))
+        return [self._metadata] * len(results)
+
+    def _require_all_written(self, results: Sequence[list[WriteResult]]) -> None:
+        """Count what came back: torch's own writer loses the errors of its helper threads.
+
+        A user's writer that reports nothing at all keeps its own books and is believed.
+        """
+        written = {result.index for of_rank in results for result in of_rank}
+        lacking = self._planned - written
+        if lacking and (written or self._reports_results):
+            raise StateDictError(
+                f"{len(lacking)} of {len(self._planned)} planned items were never written; nothing was committed",
+                sorted(f"{index.fqn} at {index.offset}" for index in lacking),
+            )
+
+
+def plan_globally(
+    planner: SavePlanner, writer: StorageWriter, local_plans: Sequence[SavePlan]
+) -> tuple[Sequence[SavePlan], Metadata]:
+    """A save's global step, wherever planner and writer are."""
+    plans, metadata = planner.create_global_plan(list(local_plans))
+    return writer.prepare_global_plan(plans), metadata
