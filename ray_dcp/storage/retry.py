@@ -176,12 +176,11 @@ class RetryStore:
             self.num_retries += 1
         error = state.outcome.exception() if state.outcome else None
         _logger.warning(
-            "cannot %s %s/%s, attempt %d of %d, the next one in %.2f s: %s",
-            doing,
-            shown_url(self.url),
-            key,
+            "attempt %d of %d to %s %s failed, the next one in %.2f s: %s",
             state.attempt_number,
             self._policy.max_attempts,
+            doing,
+            key or "it",
             state.upcoming_sleep,
             error,
         )

@@ -30,10 +30,19 @@ class Fault:
     method: str | None = None
     containing: str = ""
     """A part of the request's target: path and query."""
+    skip: int = 0
+    """So many matching requests are let through first."""
     hits: int = 0
 
-    def matches(self, method: str, target: str) -> bool:
-        return self.hits < self.times and self.method in (None, method) and self.containing in target
+    def meets(self, method: str, target: str) -> bool:
+        """Whether this request is one of those, which counts it."""
+        if self.hits == self.times or self.method not in (None, method) or self.containing not in target:
+            return False
+        if self.skip > 0:
+            self.skip -= 1
+            return False
+        self.hits += 1
+        return True
 
 
 @dataclass
@@ -101,12 +110,16 @@ class FlakyProxy:
             self.faults.append(fault)
         return fault
 
+    def heal(self) -> None:
+        """Pass everything on from now."""
+        with self._lock:
+            self.faults.clear()
+        self.on_request = None
+
     def take(self, method: str, target: str) -> Fault | None:
         """Note a request; the fault that it meets."""
         with self._lock:
-            fault = next((one for one in self.faults if one.matches(method, target)), None)
-            if fault is not None:
-                fault.hits += 1
+            fault = next((one for one in self.faults if one.meets(method, target)), None)
             self.seen.append(Seen(method, target, fault.kind if fault else None))
         return fault
 
