@@ -6,13 +6,15 @@ metadata classes, ``torch.Size``, dtypes and plain containers are let in.
 
 from __future__ import annotations
 
+import enum
+import functools
 import importlib
 import io
 import pickle
 import struct
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import IO, Any
 
 import numpy as np
@@ -47,6 +49,8 @@ _METADATA_CLASSES = {
 }
 
 
+_LAYOUTS = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}
+
 _allow_list_lock = threading.Lock()
 
 
@@ -54,6 +58,8 @@ def _find_class(module: str, name: str) -> Any:
     if name in _METADATA_CLASSES.get(module, ()):
         if name in ("WindowsPath", "PureWindowsPath"):
             return str  # a Windows path cannot be made elsewhere; only its text matters
+        if name == "_get_layout":
+            return _LAYOUTS.__getitem__  # a function has attributes that a pickle could set
         return getattr(importlib.import_module(module), name)
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
@@ -81,6 +87,48 @@ class _NotAllowedError(Exception):
     pass
 
 
+@contextmanager
+def _classes_kept() -> Iterator[None]:
+    """Undo what a pickle has done to the classes that it may name, and refuse it.
+
+    It can set any attribute of an object, and a class is one; the next checkpoint's metadata would suffer.
+    """
+    before = [(one, dict(vars(one))) for one in _changeable()]
+    try:
+        yield
+    finally:
+        changed = [one for one, held in before if _restored(one, held)]
+        if changed:
+            raise _NotAllowedError(f"attributes of {changed[0]!r}")
+
+
+@functools.cache
+def _changeable() -> list[Any]:
+    """The classes in the list, and those of their instances that are there for the whole process."""
+    found: list[Any] = []
+    for module, names in _METADATA_CLASSES.items():
+        with suppress(ImportError):
+            loaded = importlib.import_module(module)
+            found += [one for name in names if isinstance(one := getattr(loaded, name, None), type)]
+    return found + [member for one in found if issubclass(one, enum.Enum) for member in one]
+
+
+def _restored(one: Any, held: dict[str, Any]) -> bool:
+    """Whether its attributes were others than ``held``; Python itself may add annotations at any time."""
+    now = dict(vars(one))
+    changed = [
+        name
+        for name in now.keys() | held.keys()
+        if now.get(name) is not held.get(name) and not name.startswith("__annotat")
+    ]
+    for name in changed:
+        if name in held:
+            setattr(one, name, held[name])
+        else:
+            delattr(one, name)
+    return bool(changed)
+
+
 def encode_metadata(metadata: Metadata) -> bytes:
     """``metadata`` as torch stores it."""
     return pickle.dumps(metadata)
@@ -96,7 +144,8 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
     careful = _FastUnpickler if digest_checked else _CarefulUnpickler
     unpickler: Any = pickle.Unpickler if trusted else careful
     try:
-        metadata = unpickler(io.BytesIO(content)).load()
+        with nullcontext() if trusted else _classes_kept():
+            metadata = unpickler(io.BytesIO(content)).load()
     except _NotAllowedError as error:
         raise UnsafeDataError(
             f"asks to load {error}, which is no part of a checkpoint's metadata; it was not loaded. "

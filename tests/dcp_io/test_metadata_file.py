@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import pickle
@@ -101,6 +102,28 @@ class TestMetadata:
     def test_trusted_lets_in_what_a_planner_has_put_there(self):
         content = encode_metadata(metadata_of(x=Bomb(complex, 1, 2)))
         assert decode_metadata(content, file="f", trusted=True).planner_data == {"x": 1 + 2j}
+
+    @pytest.mark.parametrize("digest_checked", [True, False])
+    @pytest.mark.parametrize(
+        ("named", "state"),
+        [
+            ("torch.distributed.checkpoint.metadata\nMetadataIndex\n", {"__hash__": None}),
+            ("torch.distributed.checkpoint.metadata\nMetadataIndex\n", {"brand_new": 1}),
+            ("torch.distributed.checkpoint.filesystem\n_StorageInfo\n", {"relative_path": "x", "__eq__": 5}),
+            ("pathlib\nPosixPath\n", {"exists": 5}),
+            ("torch.serialization\n_get_layout\n", {"__defaults__": (1,)}),
+        ],
+    )
+    def test_it_cannot_change_the_classes_that_it_names(self, named, state, digest_checked):
+        """A pickle sets any attribute of an object, and a class is one."""
+        content = f"c{named}(N".encode() + pickle.dumps(state, protocol=1)[:-1] + b"tb."
+        module, name = named.split()
+        target = getattr(importlib.import_module(module), name)
+        before = dict(vars(target)), getattr(target, "__defaults__", None)
+        with pytest.raises((UnsafeDataError, CorruptCheckpointError)):
+            decode_metadata(content, file="f", digest_checked=digest_checked)
+        assert (dict(vars(target)), getattr(target, "__defaults__", None)) == before
+        assert decode_metadata(encode_metadata(metadata_of()), file="f", digest_checked=digest_checked) == metadata_of()
 
     @pytest.mark.parametrize("name", ["__main__.x", "os.system", "Metadata.__init__", "__builtins__"])
     def test_the_allowed_modules_are_no_way_round(self, name):
