@@ -119,7 +119,7 @@ class RetryStore:
             if not (writer.is_streaming and is_transient(error)):
                 raise
             attempts = getattr(self._inner, "part_attempts", 1)
-            raise self._unavailable(error, attempts, started) from error
+            raise _unavailable(error, attempts, started) from error
         if not writer.is_streaming:
             self.put(key, writer.spooled)
 
@@ -145,45 +145,62 @@ class RetryStore:
     def _attempt(
         self, doing: str, key: str, operation: Callable[[], _Answer], *, max_elapsed_s: float = math.inf
     ) -> _Answer:
-        policy = self._policy
-        limit_s = min(policy.max_elapsed_s, max_elapsed_s)
-        started = time.monotonic()
-        attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(is_transient),
-            stop=tenacity.stop_after_attempt(policy.max_attempts) | tenacity.stop_before_delay(limit_s),
-            wait=tenacity.wait_random_exponential(policy.initial_backoff_s, max=policy.max_backoff_s),
-            sleep=_wait_counting,
-            before_sleep=lambda state: self._note(doing, key, state),
-        )
-        try:
-            return attempts(operation)
-        except tenacity.RetryError as exhausted:
-            error = exhausted.last_attempt.exception()
-            assert isinstance(error, StoreError)  # is_transient says so of nothing else
-            raise self._unavailable(error, exhausted.last_attempt.attempt_number, started) from error
+        def count() -> None:
+            with self._lock:
+                self.num_retries += 1
 
-    def _unavailable(self, error: StoreError, num_attempts: int, started: float) -> StoreUnavailableError:
-        return StoreUnavailableError(
-            str(error).removesuffix(f" ({error.url}{'/' + error.key if error.key else ''})"),
-            url=error.url,
-            key=error.key,
-            num_attempts=num_attempts,
-            elapsed_s=time.monotonic() - started,
-        )
+        return try_again(operation, self._policy, what=f"{doing} {key}", max_elapsed_s=max_elapsed_s, on_retry=count)
 
-    def _note(self, doing: str, key: str, state: tenacity.RetryCallState) -> None:
-        with self._lock:
-            self.num_retries += 1
-        error = state.outcome.exception() if state.outcome else None
+
+def try_again(
+    operation: Callable[[], _Answer],
+    policy: RetryPolicy,
+    *,
+    what: str,
+    max_elapsed_s: float = math.inf,
+    on_retry: Callable[[], None] = lambda: None,
+) -> _Answer:
+    """What ``operation`` returns at last, or ``StoreUnavailableError`` when ``policy`` is used up.
+
+    ``what`` finishes the sentence "attempt 1 of 20 to ..." in the log; ``on_retry`` is called before each wait.
+    """
+    started = time.monotonic()
+
+    def note(state: tenacity.RetryCallState) -> None:
+        on_retry()
         _logger.warning(
-            "attempt %d of %d to %s %s failed, the next one in %.2f s: %s",
+            "attempt %d of %d to %s failed, the next one in %.2f s: %s",
             state.attempt_number,
-            self._policy.max_attempts,
-            doing,
-            key or "it",
+            policy.max_attempts,
+            what,
             state.upcoming_sleep,
-            error,
+            state.outcome.exception() if state.outcome else None,
         )
+
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_transient),
+        stop=tenacity.stop_after_attempt(policy.max_attempts)
+        | tenacity.stop_before_delay(min(policy.max_elapsed_s, max_elapsed_s)),
+        wait=tenacity.wait_random_exponential(policy.initial_backoff_s, max=policy.max_backoff_s),
+        sleep=_wait_counting,
+        before_sleep=note,
+    )
+    try:
+        return attempts(operation)
+    except tenacity.RetryError as exhausted:
+        error = exhausted.last_attempt.exception()
+        assert isinstance(error, StoreError)  # is_transient says so of nothing else
+        raise _unavailable(error, exhausted.last_attempt.attempt_number, started) from error
+
+
+def _unavailable(error: StoreError, num_attempts: int, started: float) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        str(error).removesuffix(f" ({error.url}{'/' + error.key if error.key else ''})"),
+        url=error.url,
+        key=error.key,
+        num_attempts=num_attempts,
+        elapsed_s=time.monotonic() - started,
+    )
 
 
 def _rebuild(inner: Store, policy: RetryPolicy, spool_nbytes: int) -> RetryStore:

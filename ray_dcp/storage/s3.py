@@ -14,7 +14,7 @@ from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem, resolve_s3_regi
 from ray_dcp.errors import ConfigError
 from ray_dcp.storage.arrow import ArrowStore
 from ray_dcp.storage.failures import store_errors
-from ray_dcp.storage.retry import RetryPolicy
+from ray_dcp.storage.retry import RetryPolicy, try_again
 from ray_dcp.storage.s3_options import S3Options
 from ray_dcp.storage.urls import shown_url
 
@@ -59,12 +59,17 @@ def connect(options: S3Options, bucket: str) -> Connection:
     """Clients that reach ``bucket``; the same ones for the same options, since they hold the connections."""
     region = options.region
     if region is None and options.endpoint is None:
-        with store_errors("find the region of", url=f"s3://{bucket}"):
-            region = resolve_s3_region(bucket)
+        region = try_again(lambda: _find_region(bucket), options.retry, what=f"find the region of {bucket}")
     if pyarrow.io_thread_count() < options.max_parallel:
         pyarrow.set_io_thread_count(options.max_parallel)
     requests = _client(options, region, attempts=1, is_delayed=True)
     return Connection(requests, _client(options, region, attempts=part_attempts(options.retry), is_delayed=False))
+
+
+def _find_region(bucket: str) -> str:
+    with store_errors("find the region of", url=f"s3://{bucket}"):
+        region: str = resolve_s3_region(bucket)
+    return region
 
 
 def part_attempts(policy: RetryPolicy) -> int:

@@ -59,7 +59,8 @@ class S3Options:
     connect_timeout_s: float = 5.0
     """A connection that does not come about within this is given up, and tried again as ``retry`` says."""
     request_timeout_s: float = 30.0
-    """So is a request in which nothing at all moves for this long. Whole seconds, at least 1."""
+    """So is a request in which nothing at all moves for this long: whole seconds, at least 1. Behind an upload the
+    client takes some six seconds more to notice."""
     part_nbytes: int = 8 << 20
     """Reads of more are split into ranges of so many bytes. Uploads go in parts of 10 MiB, which Arrow fixes."""
     max_parallel: int = 8

@@ -1,9 +1,12 @@
 """The contract on a real S3 server, and how stores reach one."""
 
+import dataclasses
 import logging
 import pickle
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
 
@@ -322,3 +325,36 @@ def test_a_percent_sign_in_a_url_is_read_as_in_any_url(s3_url, seaweed):
 @pytest.mark.parametrize(("policy", "attempts"), [((20, 120), 6), ((3, 120), 3), ((20, 3), 1), ((20, 4), 2)])
 def test_parts_are_sent_again_for_as_long_as_the_policy_allows(policy, attempts):
     assert part_attempts(RetryPolicy(max_attempts=policy[0], max_elapsed_s=policy[1])) == attempts
+
+
+def test_the_region_of_a_bucket_is_looked_up_again_where_that_may_help(monkeypatch):
+    answers = [OSError("AWS Error NETWORK_CONNECTION during HeadBucket operation: curlCode: 28, Timeout"), "eu-north-1"]
+    asked = []
+
+    def look_up(bucket):
+        asked.append(bucket)
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("ray_dcp.storage.s3.resolve_s3_region", look_up)
+    monkeypatch.delenv("RAY_DCP_S3_ENDPOINT", raising=False)
+    monkeypatch.setenv("RAY_DCP_RETRY_INITIAL_BACKOFF_S", "0.001")
+    bucket = uuid.uuid4().hex
+    for _ in range(2):
+        assert open_store(f"s3://{bucket}/x").inner._inner._files.region == "eu-north-1"
+    assert asked == [bucket, bucket]
+
+
+def test_the_documentation_has_every_setting_and_what_it_says_of_a_url_is_so():
+    text = (Path(__file__).parents[2] / "docs" / "object_stores.md").read_text()
+    for setting in dataclasses.fields(S3Options):
+        if setting.name != "retry":
+            variable = "`_SECRET_KEY`" if setting.name == "secret_key" else f"`RAY_DCP_S3_{setting.name.upper()}`"
+            assert variable in text, setting.name
+    for setting in dataclasses.fields(RetryPolicy):
+        assert f"RAY_DCP_RETRY_{setting.name.upper()}` | {setting.default:g}" in text
+        assert f"`retry_{setting.name}`" in text
+    options = S3Options(endpoint="http://host:9000", region="us-east-1", max_parallel=16)
+    assert f"# {options.url('s3://bucket/run-7')}\n" in text
