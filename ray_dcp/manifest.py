@@ -11,10 +11,10 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, FormatVersionError
 
@@ -51,6 +51,52 @@ class Entry:
     """The rank that wrote it."""
 
 
+class EntryTable(Sequence[Entry]):
+    """Entries held by columns, as the file has them: an ``Entry`` is made when it is asked for.
+
+    ``columns`` has one list for each field of ``Entry``, in order, all of one length.
+    """
+
+    def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
+        self.columns = columns
+
+    @overload
+    def __getitem__(self, number: int) -> Entry: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Entry]: ...
+    def __getitem__(self, number: int | slice) -> Entry | Sequence[Entry]:
+        if isinstance(number, slice):
+            return EntryTable([column[number] for column in self.columns])
+        return Entry(*[column[number] for column in self.columns])
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __iter__(self) -> Iterator[Entry]:
+        return map(Entry, *self.columns)
+
+    def __eq__(self, other: object) -> bool:
+        """By what they hold, lists of entries included."""
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    @property
+    def places(self) -> Iterable[tuple[str, int, str]]:
+        """(file, record offset, fqn) of each entry."""
+        return zip(*(self.columns[_COLUMNS.index(name)] for name in ("file", "record_offset", "fqn")), strict=True)
+
+
+_COLUMNS = tuple(Entry.__dataclass_fields__)
+
+
+def as_table(entries: Sequence[Entry]) -> EntryTable:
+    """``entries`` by columns; nothing to do where they are."""
+    if isinstance(entries, EntryTable):
+        return entries
+    return EntryTable([[getattr(entry, name) for entry in entries] for name in _COLUMNS])
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything a save promises about its bytes."""
@@ -72,7 +118,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of all records."""
-        return sum(entry.record_nbytes for entry in self.entries)
+        return sum(as_table(self.entries).columns[_COLUMNS.index("record_nbytes")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +160,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     import pyarrow.parquet as pq
 
     facts = {_PREFIX + fact.name: _as_json(fact.name, getattr(manifest, fact.name)) for fact in fields(ManifestFacts)}
-    rows = [[getattr(entry, f.name) for entry in manifest.entries] for f in _schema()]
+    rows = as_table(manifest.entries).columns
     table = pa.Table.from_arrays([pa.array(v, f.type) for v, f in zip(rows, _schema(), strict=True)], schema=_schema())
     sink = pa.BufferOutputStream()
     # Arrow's own copy of the schema is of no use to readers, and as long as all else in a small manifest.
@@ -138,7 +184,7 @@ def decode_manifest(content: bytes, file: str) -> Manifest:
         if texts[_ROWS_CRC] != str(_crc(rows)):
             raise ValueError("its rows do not match their checksum")
         values = {f.name: json.loads(texts[_PREFIX + f.name]) for f in fields(ManifestFacts) if f.name != "nbytes"}
-        return Manifest(list(map(Entry, *rows)), **values)
+        return Manifest(EntryTable(rows), **values)
 
 
 def decode_facts(content: bytes, file: str) -> ManifestFacts:

@@ -33,7 +33,7 @@ from ray_dcp.dcp_io.read_tasks import ReadShape, Task, finished, joined, read_ru
 from ray_dcp.dcp_io.record_reads import RecordReads, WantedRecord
 from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
 from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA
-from ray_dcp.manifest import Entry, decode_manifest
+from ray_dcp.manifest import EntryTable, as_table, decode_manifest
 from ray_dcp.storage.open import open_store
 
 
@@ -60,7 +60,8 @@ class StoreReader(StorageReader):
         self.nbytes_loaded = 0
         self._opened: OpenedCheckpoint | None = None
         self._metadata: Metadata | None = None
-        self._entries: dict[tuple[str, int, str], Entry] | None = None
+        self._entries: EntryTable | None = None
+        self._numbers: dict[tuple[str, int, str], int] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -92,8 +93,8 @@ class StoreReader(StorageReader):
         self._metadata = metadata
         self._entries = None
         if self._opened.manifest is not None:
-            manifest = decode_manifest(self._opened.manifest, file=self._file(MANIFEST))
-            self._entries = {(entry.file, entry.record_offset, entry.fqn): entry for entry in manifest.entries}
+            self._entries = as_table(decode_manifest(self._opened.manifest, file=self._file(MANIFEST)).entries)
+            self._numbers = {place: number for number, place in enumerate(self._entries.places)}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -195,7 +196,8 @@ class StoreReader(StorageReader):
     ) -> WantedRecord:
         if self._entries is None:
             return WantedRecord(info.relative_path, info.offset, info.length, items, info, None)
-        entry = self._entries.get(place)
+        number = self._numbers.get(place)
+        entry = self._entries[number] if number is not None else None
         if entry is None or (entry.dtype is None) != (items[0].type == LoadItemType.BYTE_IO):
             raise CorruptCheckpointError(
                 "manifest and metadata disagree about this item", file=files.shown(place[0]), fqn=place[2]
