@@ -35,7 +35,8 @@ class ArrowStore:
     An object store publishes an object whole when its stream is closed, which is what ``put`` promises;
     on another filesystem a reader may see a ``put`` half done. Arrow cannot give up a stream, so an
     aborted ``put_new`` publishes what it had and deletes it. Refusing an existing key in ``put_new`` is a
-    look before the write: two writers of one key at the same time are not told apart, the last one stays.
+    look before the write: two writers of one key at the same time are not told apart, the last one stays. Behind a
+    ``delete`` Arrow puts an empty object ``folder/``, which is listed as a folder.
 
     ``uploads`` is the filesystem for objects that go up in parts; ``filesystem`` by default.
     """
@@ -80,7 +81,7 @@ class ArrowStore:
     @contextmanager
     def _put_new(self, key: str) -> Iterator[ObjectWriter]:
         with self._errors("create", key):
-            if self._files.get_file_info(self._path(key)).type != FileType.NotFound:
+            if self._is_there(key):
                 raise StoreError("cannot create: File exists", url=self._shown, key=key)
             self._forget(key)
             stream = self._open_output(self._uploads, key)
@@ -155,6 +156,15 @@ class ArrowStore:
     def _errors(self, doing: str, key: str) -> AbstractContextManager[None]:
         return store_errors(doing, url=self._shown, key=key, also=(ArrowException,))
 
+    def _is_there(self, key: str) -> bool:
+        if not self._is_bucket:
+            return bool(self._files.get_file_info(self._path(key)).type != FileType.NotFound)
+        try:  # one request; asking for its type would also list what is below
+            self._files.open_input_file(self._path(key)).close()
+        except FileNotFoundError:
+            return False
+        return True
+
     def _get_whole(self, key: str) -> bytes:
         # Arrow asks for the size first and then reads so much, garbage included where a put has made the object shorter
         # in between. So the size must be the same afterwards.
@@ -211,6 +221,8 @@ class ArrowStore:
         try:
             opened = self._files.open_input_file(self._path(key))
         except OSError as error:
+            if self._is_bucket and isinstance(error, FileNotFoundError):
+                raise  # a folder is nothing of its own there
             in_a_file = isinstance(error, NotADirectoryError)
             if in_a_file or self._files.get_file_info(self._path(key)).type == FileType.Directory:
                 raise ObjectNotFoundError("cannot read: not an object", url=self._shown, key=key) from error

@@ -358,3 +358,20 @@ def test_the_documentation_has_every_setting_and_what_it_says_of_a_url_is_so():
         assert f"`retry_{setting.name}`" in text
     options = S3Options(endpoint="http://host:9000", region="us-east-1", max_parallel=16)
     assert f"# {options.url('s3://bucket/run-7')}\n" in text
+
+
+def test_how_many_requests_small_things_take(s3_url, proxy):
+    store = open_store(s3_url)
+    with pytest.raises(ObjectNotFoundError):
+        store.get("step/.metadata")
+    assert [one.method for one in proxy.seen] == ["HEAD"]
+    proxy.seen.clear()
+    with store.put_new(SHARD) as writer:
+        writer.write(b"small")
+    assert [one.method for one in proxy.seen] == ["HEAD", "PUT"]
+    proxy.seen.clear()
+    store.delete(SHARD)
+    # Arrow looks first, and leaves an object in place of the folder: it shows as a folder, and never as an object.
+    assert [one.method for one in proxy.seen] == ["HEAD", "DELETE", "PUT"]
+    assert proxy.seen[-1].target.endswith("/")
+    assert store.list() == []
