@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils.serialization
 
+from ray_dcp.dcp_io.metadata_file import decode_metadata, encode_metadata
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, FormatVersionError, StoreError
 from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA, POINTER
 from ray_dcp.maintenance import verify as verify_module
@@ -385,3 +386,37 @@ def test_what_is_done_is_counted(store, large):
         report = verify_checkpoint(plan_verify(one.url), on_bytes=done.append)
         assert report.nbytes_checked <= sum(done) <= report.nbytes
         assert max(done) <= verify_pieces.PIECE_NBYTES
+
+
+def test_a_record_that_has_another_checksum_than_the_manifest_is_a_fault(ours):
+    entry = next(entry for entry in entries_of(ours) if entry.fqn == "model.w")
+    whole = ours.get(entry.file)
+    start, end = entry.record_offset, entry.record_offset + entry.record_nbytes
+    (crc,) = entry.block_crcs
+    record = whole[start:end].replace(crc.to_bytes(4, "little"), (crc ^ 1).to_bytes(4, "little"))
+    with changed(ours, entry.file, whole[:start] + record + whole[end:]):
+        (fault,) = verified(ours).faults
+    assert (fault.fqn, fault.problem) == ("model.w", "its record has another checksum for data/0 than the manifest")
+
+
+def test_a_record_that_the_manifest_does_not_know_is_a_fault(ours):
+    manifest = decode_manifest(ours.get(MANIFEST), file=MANIFEST)
+    lost = next(entry for entry in entries_of(ours) if entry.fqn == "model.w")
+    entries = [entry for entry in manifest.entries if entry != lost]
+    with changed(ours, MANIFEST, encode_manifest(dataclasses.replace(manifest, entries=entries))):
+        (fault,) = verified(ours).faults
+    assert fault.problem == "bytes that belong to no record"
+    assert fault.start <= lost.record_offset < lost.record_offset + lost.record_nbytes <= fault.end
+
+
+def test_a_chunk_for_which_torchs_metadata_has_no_place_is_a_fault(tmp_path):
+    store = save_torchs(tmp_path / "c")
+    metadata = decode_metadata(store.get(METADATA), file=METADATA)
+    index = next(index for index in metadata.storage_data if index.fqn == "parts" and tuple(index.offset) == (3,))
+    del metadata.storage_data[index]
+    with changed(store, METADATA, encode_metadata(metadata)):
+        report = verified(store)
+    assert [(f.file, f.fqn, f.offsets, f.problem) for f in report.faults] == [
+        (METADATA, "parts", (3,), "no place is given for it")
+    ]
+    assert report.num_blocks_checked == report.num_blocks > 0
