@@ -113,6 +113,13 @@ def test_all_files_where_there_is_no_index(tmp_path):
     require_same(loaded(tmp_path, state), state)
 
 
+def test_the_model_where_there_are_other_files_too(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"w": torch.zeros(2), "adapter": torch.zeros(1)}, tmp_path / "adapter.safetensors")
+    require_same(loaded(tmp_path, {"w": torch.ones(2)}), {"w": torch.ones(2)})
+    assert decode_metadata(open_checkpoint(tmp_path).metadata, file="").state_dict_metadata.keys() == {"w"}
+
+
 def test_names_of_a_nested_state_dict_are_joined_by_dots(tmp_path):
     save_file({"model.layer.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     template = {"model": {"layer": {"weight": torch.zeros(3)}}}

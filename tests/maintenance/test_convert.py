@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 import ray_dcp as dcp
 from ray_dcp.catalog import describe
 from ray_dcp.dcp_io.safetensors_folder import find_safetensors
+from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -477,6 +478,17 @@ def test_a_list_index_out_of_all_reason_is_not_believed(tmp_path):
     assert list(torch.load(tmp_path / "o.pt", weights_only=True)) == [name]
 
 
+@pytest.mark.parametrize("names", [("a", "a.b"), ("a.b", "a")])
+def test_values_that_would_hide_each_other_are_refused(tmp_path, names):
+    place = write("torch's dcp", tmp_path, {name: torch.ones(1) for name in names})
+    metadata = pickle.loads((place / METADATA).read_bytes())
+    metadata.planner_data = {"a.b": ("a", "b"), "a": ("a",)}
+    (place / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(StateDictError, match="state dict"):
+        run(place, tmp_path / "o.pt")
+    assert not (tmp_path / "o.pt").exists()
+
+
 # A failure in the middle.
 
 
@@ -522,6 +534,16 @@ def test_a_failure_in_the_middle_leaves_nothing_and_what_was_there(tmp_path, url
         assert {one.key: open_store(base).get(one.key) for one in open_store(base).list()} == before
         temporaries = [name for _, _, names in os.walk(base) for name in names if name.endswith(".tmp")]
         assert temporaries == []
+
+
+def test_a_checkpoint_that_cannot_be_committed_leaves_no_shard_file(tmp_path, monkeypatch):
+    def fail(*_):
+        raise StoreError("no", url="x")
+
+    monkeypatch.setattr(StoreWriter, "finish", fail)
+    with pytest.raises(StoreError):
+        run(write("torch", tmp_path, {"w": torch.ones(3)}), tmp_path / "c", to="dcp")
+    assert files_in(tmp_path / "c") == []
 
 
 def test_a_store_that_fails_while_a_torch_file_is_written_ends_with_its_error(tmp_path, monkeypatch):
