@@ -151,6 +151,8 @@ class Seaweed:
         """End it and remove what it held."""
         self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):
+            self._folder.parent.rmdir()  # where it was made for this server alone
 
     def get(self, path: str) -> bytes | None:
         """What lies at ``bucket/key``; None when nothing does."""
