@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils.serialization
 
+from ray_dcp import LocalShards, PerRank
 from ray_dcp.dcp_io.metadata_file import decode_metadata, encode_metadata
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, FormatVersionError, StoreError
 from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA, POINTER
@@ -31,6 +32,7 @@ from tests.maintenance.damage import (
     save_torchs,
     shard_of,
 )
+from tests.ranks import ThreadRanks, require_no_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WRITERS = {"ours": save_ours, "torchs": save_torchs}
@@ -420,3 +422,18 @@ def test_a_chunk_for_which_torchs_metadata_has_no_place_is_a_fault(tmp_path):
         (METADATA, "parts", (3,), "no place is given for it")
     ]
     assert report.num_blocks_checked == report.num_blocks > 0
+
+
+def test_files_of_several_ranks_are_checked_and_a_fault_names_the_rank_and_its_chunk(tmp_path):
+    def rows(rank):
+        return {"w": LocalShards((6, 4), {(2 * rank, 0): torch.full((2, 4), float(rank))}), "mine": PerRank(rank)}
+
+    require_no_errors(ThreadRanks(3).save(rows, tmp_path / "c"))
+    store = open_store(tmp_path / "c")
+    report = verified(store)
+    assert (report.faults, report.num_files, report.num_items) == ([], 3, 6)
+    entry = next(entry for entry in entries_of(store) if entry.fqn == "w" and entry.rank == 2)
+    with flipped(store, entry.file, entry.payload_offset), changed(store, entry.file.replace("__2_", "__1_"), None):
+        faults = verified(store).faults
+    assert [(f.fqn, f.offsets, f.rank) for f in faults if f.fqn == "w"] == [("w", (2, 0), 1), ("w", (4, 0), 2)]
+    assert [f.rank for f in faults if f.fqn != "w"] == [1]
