@@ -82,6 +82,11 @@ class EntryTable(Sequence[Entry]):
     __hash__ = None  # type: ignore[assignment]  # as a list
 
     @property
+    def files(self) -> Sequence[str]:
+        """Of each entry."""
+        return self.columns[_COLUMNS.index("file")]
+
+    @property
     def places(self) -> Iterable[tuple[str, int, str]]:
         """(file, record offset, fqn) of each entry."""
         return zip(*(self.columns[_COLUMNS.index(name)] for name in ("file", "record_offset", "fqn")), strict=True)

@@ -34,6 +34,9 @@ from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.manifest import Entry
 from ray_dcp.zip_record import LOCAL_SIGNATURE, NotARecordError
 
+_FOLDER = 1 << 4
+"""In the attributes of a zip entry."""
+
 
 @dataclass(frozen=True, slots=True)
 class WantedRecord:
@@ -176,6 +179,8 @@ class RecordReads:
             with zipfile.ZipFile(io.BytesIO(content)) as record:
                 has_checksums = any(stored.CRC for stored in record.infolist())
                 damaged = record.testzip() if has_checksums else None
+                # Of what is marked as a folder torch reads nothing, and unpickles whatever its memory held before.
+                damaged = damaged or next((e.filename for e in record.infolist() if e.external_attr & _FOLDER), None)
         except (zipfile.BadZipFile, EOFError, OSError, ValueError, RuntimeError) as error:
             damaged = str(error) or type(error).__name__
         if damaged:

@@ -12,19 +12,21 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ray_dcp.dcp_io.committed import CommittedMetadata
 from ray_dcp.dcp_io.metadata_file import encode_metadata
-from ray_dcp.dcp_io.record import JoinedWrites, Payload, write_python, write_tensor
+from ray_dcp.dcp_io.record import JoinedWrites, write_python, write_tensor
+from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems, as_written_items, entry_table, storage_data
 from ray_dcp.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -35,28 +37,18 @@ from ray_dcp.errors import (
     SupersededError,
 )
 from ray_dcp.layout import MANIFEST, METADATA, ShardFile, attempt_order, is_newer, new_attempt, parse_shard_file
-from ray_dcp.manifest import Entry, Manifest, decode_facts, encode_manifest, metadata_digest
+from ray_dcp.manifest import EntryTable, Manifest, decode_facts, encode_manifest, metadata_digest
 from ray_dcp.planning.state_dict import tensor_problem
 from ray_dcp.points import Point, reached
 from ray_dcp.storage.local import without_sync
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.store import ObjectWriter, Preallocates, Store, StoredObject
+from ray_dcp.storage.store import Preallocates, Store, StoredObject
 from ray_dcp.storage.urls import shown_url
 from ray_dcp.version import __version__
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredItem(WriteResult):
-    """A ``WriteResult`` that also says what the manifest records."""
-
-    payload: Payload
-    dtype: str | None
-    sizes: tuple[int, ...] | None
-    rank: int
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class _ShardTarget:
+class ShardTarget:
     """What the global plan tells a rank of its files."""
 
     rank: int
@@ -124,34 +116,34 @@ class StoreWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin an attempt. Raises ``StoreError`` where the place itself is wrong (a file, no permission)."""
+        targets = self.begin_attempt(len(plans))
+        self._planned = {item.index: rank for rank, plan in enumerate(plans) for item in plan.items}
+        return [dataclasses.replace(plan, storage_data=target) for plan, target in zip(plans, targets, strict=True)]
+
+    def begin_attempt(self, world_size: int) -> list[ShardTarget]:
+        """What ``prepare_global_plan`` tells each rank, in rank order."""
         store = self.store
         seen = _attempts_in(store, store.list())
         if not self._attempt or any(is_newer(other, self._attempt) for other in seen):
             self._attempt = new_attempt(seen)
-        self._world_size = len(plans)
-        self._planned = {item.index: rank for rank, plan in enumerate(plans) for item in plan.items}
-        return [
-            dataclasses.replace(plan, storage_data=_ShardTarget(rank, self._attempt)) for rank, plan in enumerate(plans)
-        ]
+        self._world_size = world_size
+        return [ShardTarget(rank, self._attempt) for rank in range(world_size)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into one new shard file, durable when this returns; no items, no file."""
-        target: _ShardTarget = plan.storage_data
-        written: list[WriteResult] = []
+        target: ShardTarget = plan.storage_data
+        written: Sequence[WriteResult] = []
         if plan.items:
             key = ShardFile(target.rank, 0, target.attempt).key
             self._written_key = key
+            columns = WrittenColumns(key, target.rank, len(plan.items))
             with self.store.put_new(key) as file:
                 if isinstance(file, Preallocates):
                     file.preallocate(sum(_planned_nbytes(item) for item in plan.items))
-                sink = JoinedWrites(file)
-                for item in _python_first(plan.items):
-                    written.append(_write_item(sink, item, planner, key, target.rank))
-                    if len(written) == 1:
-                        reached(Point.MID_WRITE)
-                sink.flush()
+                _write_items(JoinedWrites(file), plan.items, planner, columns)
+            written = WrittenItems([item.index for item in plan.items], columns)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(written)
+        future.set_result(written)  # type: ignore[arg-type]  # to torch any sequence will do
         return future
 
     def abandon(self) -> None:
@@ -169,18 +161,30 @@ class StoreWriter(StorageWriter):
         reached(Point.BEFORE_MANIFEST)
         stored = [item for of_rank in results for item in of_rank]
         self._require_all_written(stored)
-        metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {item.index: item.storage_data for item in stored}
+        entries = entry_table([written for of_rank in results for written in as_written_items(of_rank)])
+        self._commit(metadata, entries)
+
+    def finish_columns(self, metadata: Metadata, written: Sequence[WrittenItems]) -> CommittedMetadata:
+        """``finish`` for results by columns, all of them there; returns the metadata as it is stored."""
+        reached(Point.BEFORE_MANIFEST)
+        metadata.storage_data = storage_data(written)
+        return CommittedMetadata(self._commit(metadata, entry_table(written)), METADATA)
+
+    def _commit(self, metadata: Metadata, entries: EntryTable) -> bytes:
+        metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
+        self._written_files = set(entries.files)
         encoded = encode_metadata(metadata)
         store = self.store
         self.may_have_committed = _holds(store, METADATA, encoded)
         if not self.may_have_committed:
-            store.put(MANIFEST, encode_manifest(self._manifest(stored, encoded)), last_look=self._require_newest)
+            store.put(MANIFEST, encode_manifest(self._manifest(entries, encoded)), last_look=self._require_newest)
             reached(Point.BETWEEN_MANIFEST_AND_METADATA)
             self.may_have_committed = True
             store.put(METADATA, encoded, last_look=self._require_newest)
         reached(Point.AFTER_METADATA)
+        return encoded
 
     def give_up(self) -> None:
         """Refuse to commit from now on, also in a ``finish`` that is under way in another thread."""
@@ -196,7 +200,6 @@ class StoreWriter(StorageWriter):
 
     def _require_all_written(self, stored: Sequence[WriteResult]) -> None:
         written = {item.index for item in stored}
-        self._written_files = {item.storage_data.relative_path for item in stored}
         lacking = [f"{index.fqn} at {index.offset} of rank {rank}" for index, rank in self._planned.items()
                    if index not in written]  # fmt: skip
         if lacking or len(stored) != len(self._planned):
@@ -218,9 +221,9 @@ class StoreWriter(StorageWriter):
         for key in sorted(self._written_files - {one.key for one in listed}):
             store.get(key, 0, 0)  # it may only not be listed yet
 
-    def _manifest(self, stored: Sequence[WriteResult], encoded_metadata: bytes) -> Manifest:
+    def _manifest(self, entries: EntryTable, encoded_metadata: bytes) -> Manifest:
         return Manifest(
-            entries=[_entry(item) for item in stored if isinstance(item, StoredItem)],
+            entries=entries,
             world_size=self._world_size,
             attempt=self._attempt,
             metadata_digest=metadata_digest(encoded_metadata),
@@ -256,9 +259,20 @@ def _as_json_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _python_first(items: Iterable[WriteItem]) -> list[WriteItem]:
+def _write_items(sink: JoinedWrites, items: Sequence[WriteItem], planner: SavePlanner, columns: WrittenColumns) -> None:
     """Python objects in front: a reader of a whole file then gets what it needs for a decision early."""
-    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+    order = sorted(range(len(items)), key=lambda number: items[number].type != WriteItemType.BYTE_IO)
+    for count, number in enumerate(order):
+        item = items[number]
+        value = planner.resolve_data(item)
+        if isinstance(value, io.BytesIO):
+            columns.put(number, write_python(sink, value.getbuffer()), None, None)
+        else:
+            _require_as_planned(item, value)
+            columns.put(number, write_tensor(sink, value), value.dtype, value.shape)
+        if not count:
+            reached(Point.MID_WRITE)
+    sink.flush()
 
 
 def _planned_nbytes(item: WriteItem) -> int:
@@ -268,49 +282,12 @@ def _planned_nbytes(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def _write_item(sink: ObjectWriter, item: WriteItem, planner: SavePlanner, key: str, rank: int) -> StoredItem:
-    value = planner.resolve_data(item)
-    if isinstance(value, io.BytesIO):
-        payload, dtype, sizes = write_python(sink, value.getbuffer()), None, None
-    else:
-        _require_as_planned(item, value)
-        payload = write_tensor(sink, value)
-        dtype, sizes = str(value.dtype).removeprefix("torch."), tuple(value.shape)
-    return StoredItem(
-        index=item.index,
-        size_in_bytes=payload.record_nbytes,
-        storage_data=_StorageInfo(key, payload.record_offset, payload.record_nbytes),
-        payload=payload,
-        dtype=dtype,
-        sizes=sizes,
-        rank=rank,
-    )
-
-
 def _require_as_planned(item: WriteItem, value: torch.Tensor) -> None:
     problem = tensor_problem(value)
     if problem:
         raise StateDictError(f"{item.index.fqn}: {problem}")
-    if item.tensor_data is not None and tuple(value.shape) != tuple(item.tensor_data.chunk.sizes):
+    if item.tensor_data is not None and value.shape != item.tensor_data.chunk.sizes:
         raise StateDictError(
             f"{item.index.fqn}: the planner resolved a tensor of shape {tuple(value.shape)}, "
             f"the plan says {tuple(item.tensor_data.chunk.sizes)}"
         )
-
-
-def _entry(item: StoredItem) -> Entry:
-    is_tensor = item.sizes is not None
-    offsets = tuple(item.index.offset) if is_tensor and item.index.offset is not None else None
-    return Entry(
-        fqn=item.index.fqn,
-        offsets=offsets,
-        sizes=item.sizes,
-        dtype=item.dtype,
-        file=item.storage_data.relative_path,
-        record_offset=item.payload.record_offset,
-        record_nbytes=item.payload.record_nbytes,
-        payload_offset=item.payload.payload_offset,
-        payload_nbytes=item.payload.payload_nbytes,
-        block_crcs=item.payload.block_crcs,
-        rank=item.rank,
-    )

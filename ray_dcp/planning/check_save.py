@@ -23,7 +23,7 @@ def require_agreeing_plans(plans: Sequence[SavePlan]) -> None:
     seen: dict[str, dict[_Kind, list[int]]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            ranks = seen.setdefault(item.index.fqn, {}).setdefault(_kind(item), [])
+            ranks = seen.setdefault(item.index.fqn, {}).setdefault(item_kind(item), [])
             if not ranks or ranks[-1] != rank:
                 ranks.append(rank)
     problems = [
@@ -55,7 +55,8 @@ def require_whole_tensors(metadata: Metadata) -> None:
         raise StateDictError("tensors are not whole across the ranks that save", problems)
 
 
-def _kind(item: WriteItem) -> _Kind:
+def item_kind(item: WriteItem) -> _Kind:
+    """What all ranks must mean alike by a name."""
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         return "a Python object", None, ""
     return "a tensor", tuple(item.tensor_data.size), str(item.tensor_data.properties.dtype)

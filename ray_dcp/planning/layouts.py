@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import _check_box_overlap
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItem
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    _create_write_items,
+    create_read_items_for_chunk_list,
+)
 from torch.distributed.tensor import DTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -68,6 +72,32 @@ class PlannedReads:
             )
             for read in self.reads
         ]
+
+
+class WriteLayouts:
+    """What write items of values of one layout and dtype have in common, for one save."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, WriteItem] = {}
+
+    def item_of(self, fqn: str, value: torch.Tensor, local: torch.Tensor) -> WriteItem:
+        """The item that torch's planner makes; ``local`` is ``local_part(value)``.
+
+        Raises whatever the value's class does when asked for it.
+        """
+        key = (
+            layout_key(value),
+            type(value) is DTensor,
+            local.dtype,
+            local.layout,
+            local.requires_grad,
+            local.is_pinned(),
+        )
+        known = self._known.get(key)
+        if known is None:
+            (known,) = _create_write_items(fqn, value)
+            self._known[key] = known
+        return WriteItem(MetadataIndex(fqn, known.index.offset), known.type, None, known.tensor_data)
 
 
 class ReadLayouts:

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    _validate_global_plan,
-    create_default_global_save_plan,
-)
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ray_dcp.errors import StateDictError
+from ray_dcp.planning.global_plan import GlobalTable, plan_tables
+from ray_dcp.planning.layouts import WriteLayouts, local_part
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import with_per_rank_items
+from ray_dcp.planning.plan_table import PlanTable
 from ray_dcp.planning.python_record import python_record
 
 
@@ -63,25 +64,55 @@ class StatePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         self._pickled = {}
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.mappings = {}
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+        if self.flatten_sharded_tensors and not (self.flatten_state_dict and _has_no_sharded_tensor(state_dict)):
+            state_dict = _flatten_sharded_tensors(state_dict)
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        problems = [problem for item in plan.items for problem in self._item_problems(item)]
+        """As torch's; everything that cannot be saved is named at once."""
+        layouts = WriteLayouts()
+        items: list[WriteItem] = []
+        problems: list[str] = []
+        for fqn, value in self.state_dict.items():
+            local = local_part(value)
+            if local is None:
+                found = self._other_items(fqn, value)
+                items += found
+                problems += [problem for item in found for problem in self._item_problems(item)]
+            elif type(value) is not DTensor or value.device_mesh.get_coordinate() is not None:
+                problem = tensor_problem(local)
+                if problem:
+                    problems.append(f"{fqn}: {problem}")
+                else:
+                    items.append(layouts.item_of(fqn, value, local))
         if problems:
             raise StateDictError("the state dict holds values that cannot be saved", problems)
-        return plan
+        self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
+        return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """As torch's, which tells of its own checks in 500 characters; this names every tensor that fails them."""
-        plans, metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
-        if self.flatten_state_dict:
-            metadata.planner_data = dict(ChainMap(*(plan.planner_data for plan in plans)))
-        problems = _validate_global_plan(plans, metadata)
-        if problems:
-            raise StateDictError("chunks of all ranks do not make up whole tensors", problems)
-        self.global_plan, self.metadata = plans, metadata
-        return plans, metadata
+        planned = self.create_global_table([PlanTable.of(plan) for plan in all_plans])
+        self.global_plan, self.metadata = planned.plans(), planned.metadata
+        return self.global_plan, self.metadata
+
+    def create_global_table(self, tables: Sequence[PlanTable]) -> GlobalTable:
+        """The same from tables to tables."""
+        return plan_tables(
+            tables, lowest_rank=self.dedup_save_to_lowest_rank, with_planner_data=self.flatten_state_dict
+        )
+
+    def _other_items(self, fqn: str, value: Any) -> list[WriteItem]:
+        """Of what is neither a plain tensor nor a plain DTensor."""
+        if type(value) in _NEVER_STATEFUL:
+            return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
+        if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+            return []
+        return list(_create_write_items(fqn, value))
 
     def _item_problems(self, item: WriteItem) -> Iterator[str]:
         """Why an item cannot be saved; a Python object that can be is pickled on the way."""
@@ -101,7 +132,8 @@ class StatePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._pickled[write_item.index.fqn])
-        return super().resolve_data(write_item)
+        local = local_part(self.state_dict.get(write_item.index.fqn))
+        return local if local is not None else super().resolve_data(write_item)
 
 
 def tensor_problem(tensor: torch.Tensor) -> str | None:
@@ -120,6 +152,10 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
 
 
 _STORABLE_DTYPES = torch.storage._dtype_to_storage_type_map().keys() | torch.storage._new_dtypes()
+
+
+def _has_no_sharded_tensor(flat: Mapping[str, Any]) -> bool:
+    return not any(isinstance(value, ShardedTensor) for value in flat.values())
 
 
 def _holds_shards(value: Any) -> bool:

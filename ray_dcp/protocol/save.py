@@ -23,13 +23,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from ray_dcp.collector import collector_paused
 from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems
+from ray_dcp.planning.plan_table import PlanTable
 from ray_dcp.planning.state_dict import StatePlanner, collect_state, for_global_step, plan_cache_off
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.counting import CountingPlanner
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException
-from ray_dcp.protocol.save_session import SaveContribution, plan_globally
+from ray_dcp.protocol.save_session import FinalTable, SaveContribution, are_own, plan_globally
 from ray_dcp.protocol.session import OnRankZero
 from ray_dcp.protocol.set_up import accepted
 from ray_dcp.staging.copies import copy_to_host
@@ -52,6 +55,8 @@ class PlannedSave:
     plan: SavePlan
     planner: SavePlanner
     writer: StorageWriter
+    by_columns: bool = False
+    """Whether the coordinator takes what was written by columns, since planner and writer are ray_dcp's."""
 
 
 @runtime_checkable
@@ -89,13 +94,16 @@ def plan_save(request: SaveRequest, call: Call) -> PlannedSave:
         state = collect_state(request.state_dict, call.rank)
     with phase(call, "plan"), plan_cache_off(request.planner):
         reached(Point.BEFORE_PLAN)
-        contribution = _plan_locally(state, request, call)
-        final = call.exchange("plan", contribution)
+        with collector_paused(), torch.no_grad():
+            local = _plan_locally(state, request, call)
+        # After the local step, as torch's coordinator rank uses the same objects for both.
+        final = call.exchange("plan", _contribution(local, request, call))
         if isinstance(final, OnRankZero):
             final = call.exchange("global plan", _plan_globally_here(request, final))
-        plan = request.planner.finish_plan(final)
+        by_columns = isinstance(final, FinalTable)
+        plan = request.planner.finish_plan(final.plan(local) if isinstance(final, FinalTable) else final)
         reached(Point.AFTER_PLAN)
-    return PlannedSave(plan, request.planner, request.writer)
+    return PlannedSave(plan, request.planner, request.writer, by_columns)
 
 
 def stage_save(planned: PlannedSave, call: Call) -> PlannedSave:
@@ -122,7 +130,8 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
     """Write this rank's items and wait for the commit."""
     try:
         with phase(call, "write"):
-            results = _write(planned, call)
+            with torch.no_grad():
+                results = _write(planned, call)
             reached(Point.BEFORE_RESULT)
         metadata = call.exchange("write", results)
         if isinstance(metadata, OnRankZero):
@@ -136,7 +145,7 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
         raise
 
 
-def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> SaveContribution:
+def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> SavePlan:
     is_coordinator = call.rank == 0
     planner, writer = request.planner, request.writer
     storage_meta = writer.storage_meta()
@@ -146,10 +155,15 @@ def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> Sa
         set_up: Any = planner.set_up_planner  # planners from before torch 2.3 know no storage_meta
         set_up(state, is_coordinator)
     writer.set_up_storage_writer(is_coordinator, **accepted(writer.set_up_storage_writer, call.rank))
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    # After the local step, as torch's coordinator rank uses the same objects for both.
-    carried = call.carry(for_global_step(planner), writer) if is_coordinator and _may_travel(writer) else None
-    return SaveContribution(request.checkpoint_id, plan, carried, isinstance(writer, StoreWriter | _FileSystemWriter))
+    return writer.prepare_local_plan(planner.create_local_plan())
+
+
+def _contribution(local: SavePlan, request: SaveRequest, call: Call) -> SaveContribution:
+    planner, writer = request.planner, request.writer
+    carried = call.carry(for_global_step(planner), writer) if call.rank == 0 and _may_travel(writer) else None
+    reports_results = isinstance(writer, StoreWriter | _FileSystemWriter)
+    plan = PlanTable.of(local) if are_own(planner, writer) else local
+    return SaveContribution(request.checkpoint_id, plan, carried, reports_results)
 
 
 def _may_travel(writer: StorageWriter) -> bool:
@@ -172,13 +186,16 @@ def _commit_here(planned: PlannedSave, order: OnRankZero) -> Metadata | None:
     return order.metadata
 
 
-def _write(planned: PlannedSave, call: Call) -> list[WriteResult]:
+def _write(planned: PlannedSave, call: Call) -> Sequence[WriteResult] | WrittenColumns | None:
     planner: Any = planned.planner
     if not isinstance(planned.writer, StoreWriter):
         planner = CountingPlanner(planner, call.progress)
     written = planned.writer.write_data(planned.plan, planner)
     written.wait()
-    return written.value()
+    results: Sequence[WriteResult] = written.value()
+    if not planned.by_columns:
+        return results
+    return results.columns if isinstance(results, WrittenItems) else None
 
 
 def _never_began_to_commit(error: CheckpointException) -> bool:

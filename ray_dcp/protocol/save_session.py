@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from ray_dcp.dcp_io.committed import CommittedMetadata
 from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.check_save import require_agreeing_plans, require_whole_tensors
+from ray_dcp.planning.global_plan import GlobalTable
+from ray_dcp.planning.plan_table import PlanTable
+from ray_dcp.planning.state_dict import StatePlanner
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.session import OnRankZero, Session, for_rank_zero, one_checkpoint_id
 from ray_dcp.protocol.wire import Carried
@@ -23,10 +28,27 @@ class SaveContribution:
     """What a rank sends to plan a save. ``carried``, of rank 0 alone: its (planner, writer), None where they stay."""
 
     checkpoint_id: str
-    plan: SavePlan
+    plan: SavePlan | PlanTable
     carried: Carried | tuple[SavePlanner, StorageWriter] | None = None
     reports_results: bool = True
     """False for a user's writer, which may keep books of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinalTable:
+    """A rank's final plan, of what it has planned itself: the positions it keeps (None: all), and where it writes."""
+
+    kept: Sequence[int] | None
+    storage_data: Any
+
+    def plan(self, local: SavePlan) -> SavePlan:
+        items = local.items if self.kept is None else [local.items[position] for position in self.kept]
+        return replace(local, items=items, storage_data=self.storage_data)
+
+
+def are_own(planner: SavePlanner, writer: StorageWriter) -> bool:
+    """Whether both are ray_dcp's, and no subclass of a user's: their steps are known then."""
+    return type(planner) is StatePlanner and type(writer) is StoreWriter
 
 
 class SaveSession(Session):
@@ -43,6 +65,7 @@ class SaveSession(Session):
         self._reports_results = True
         self._metadata: Metadata | None = None
         self._planned: set[MetadataIndex] = set()
+        self._table: GlobalTable | None = None
 
     def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
         steps: Mapping[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
@@ -66,19 +89,37 @@ class SaveSession(Session):
         following = {"plan": "global plan" if stays else "write", "global plan": "write"}
         return following.get(phase, "commit" if stays and phase == "write" else None)
 
-    def _plan(self, contributions: Sequence[SaveContribution]) -> Sequence[SavePlan | OnRankZero]:
+    def _plan(self, contributions: Sequence[SaveContribution]) -> Sequence[SavePlan | FinalTable | OnRankZero]:
         self.checkpoint_id = one_checkpoint_id([part.checkpoint_id for part in contributions])
-        local_plans = [part.plan for part in contributions]
-        require_agreeing_plans(local_plans)
         carried = contributions[0].carried
+        tables = [part.plan for part in contributions if isinstance(part.plan, PlanTable)]
+        own = carried.unpack() if isinstance(carried, Carried) else carried
+        if own is not None and len(tables) == len(contributions) and are_own(*own):
+            return self._plan_tables(tables, *own)
+        local_plans = [part.plan.plan() if isinstance(part.plan, PlanTable) else part.plan for part in contributions]
+        require_agreeing_plans(local_plans)
         self._reports_results = contributions[0].reports_results
-        if carried is None:
+        if own is None:
             return for_rank_zero(local_plans)
-        planner, self._writer = carried.unpack() if isinstance(carried, Carried) else carried
+        planner, self._writer = own
         reached(Point.GLOBAL_PLAN)
         planned = plan_globally(planner, self._writer, local_plans)
         self.attempt = self._writer.attempt if isinstance(self._writer, StoreWriter) else None
         return self._accept(*planned)
+
+    def _plan_tables(
+        self, tables: Sequence[PlanTable], planner: SavePlanner, writer: StorageWriter
+    ) -> Sequence[FinalTable]:
+        """What the generic steps do, for ray_dcp's own planner and writer: without an object for each item."""
+        assert isinstance(planner, StatePlanner)
+        assert isinstance(writer, StoreWriter)
+        self._writer = writer
+        reached(Point.GLOBAL_PLAN)
+        self._table = planner.create_global_table(tables)
+        self._metadata = self._table.metadata
+        targets = writer.begin_attempt(len(tables))
+        self.attempt = writer.attempt
+        return [FinalTable(kept, target) for kept, target in zip(self._table.kept, targets, strict=True)]
 
     def _planned_on_rank_zero(self, parts: Sequence[Any]) -> Sequence[SavePlan]:
         return self._accept(*parts[0])
@@ -89,13 +130,30 @@ class SaveSession(Session):
         self._planned = {item.index for plan in plans for item in plan.items}
         return plans
 
-    def _write(self, results: Sequence[list[WriteResult]]) -> Sequence[Metadata | OnRankZero]:
+    def _write(self, results: Sequence[Any]) -> Sequence[Metadata | OnRankZero]:
         assert self._metadata is not None
+        if self._table is not None:
+            return self._write_table(self._table, results)
         self._require_all_written(results)
         if self._writer is None:
             return for_rank_zero(results, self._metadata)
         self._writer.finish(self._metadata, list(results))
         return [self._metadata] * len(results)
+
+    def _write_table(self, table: GlobalTable, results: Sequence[WrittenColumns | None]) -> Sequence[CommittedMetadata]:
+        assert isinstance(self._writer, StoreWriter)
+        written = []
+        problems = []
+        for rank, (indexes, columns) in enumerate(zip(table.indexes(), results, strict=True)):
+            num_written = columns.num_written if columns is not None and len(columns) == len(indexes) else 0
+            if num_written < len(indexes):
+                problems.append(f"rank {rank}: {num_written} of {len(indexes)}")
+            elif columns is not None:
+                written.append(WrittenItems(indexes, columns))
+        if problems:
+            raise StateDictError("not all planned items were written; nothing was committed", problems)
+        committed = self._writer.finish_columns(table.metadata, written)
+        return [committed] * len(results)
 
     def _require_all_written(self, results: Sequence[list[WriteResult]]) -> None:
         """Count what came back: torch's own writer loses the errors of its helper threads.

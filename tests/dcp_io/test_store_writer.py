@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards, StoreReader, StoreWriter
-from ray_dcp.dcp_io.store_writer import StoredItem
+from ray_dcp.dcp_io.written import StoredItem
 from ray_dcp.errors import StateDictError, StoreError, SupersededError
 from ray_dcp.layout import ShardFile, parse_shard_file
 from ray_dcp.manifest import decode_manifest

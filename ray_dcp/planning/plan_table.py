@@ -1,0 +1,80 @@
+"""A rank's save plan by columns, as it travels: what many items have in common is there once."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(frozen=True, slots=True)
+class ItemLayout:
+    """A ``WriteItem`` without its name."""
+
+    type: WriteItemType
+    offset: torch.Size | None
+    index: int | None
+    bytes_io_data: Any
+    tensor_data: TensorWriteData | None
+
+    def item(self, fqn: str) -> WriteItem:
+        return WriteItem(MetadataIndex(fqn, self.offset, self.index), self.type, self.bytes_io_data, self.tensor_data)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the chunk; 0 for what is no tensor."""
+        if self.tensor_data is None:
+            return 0
+        return math.prod(self.tensor_data.chunk.sizes) * self.tensor_data.properties.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTable:
+    """A ``SavePlan``: item ``i`` has the name ``fqns[i]`` and the layout ``layouts[layout_of[i]]``."""
+
+    fqns: Sequence[str]
+    layout_of: array[int]
+    layouts: Sequence[ItemLayout]
+    storage_data: Any
+    planner_data: Any
+    usable: bool
+
+    @classmethod
+    def of(cls, plan: SavePlan) -> PlanTable:
+        """``plan`` as a table. Items share a layout where they share their ``tensor_data``."""
+        numbers: dict[Hashable, int] = {}
+        layouts: list[ItemLayout] = []
+        layout_of = array("I")
+        for item in plan.items:
+            index = item.index
+            key = (
+                id(item.tensor_data) if item.tensor_data is not None else None,
+                id(item.bytes_io_data) if item.bytes_io_data is not None else None,
+                item.type,
+                index.offset,
+                index.index,
+            )
+            number = numbers.get(key)
+            if number is None:
+                number = numbers[key] = len(layouts)
+                layouts.append(ItemLayout(item.type, index.offset, index.index, item.bytes_io_data, item.tensor_data))
+            layout_of.append(number)
+        return cls(
+            [item.index.fqn for item in plan.items],
+            layout_of,
+            layouts,
+            plan.storage_data,
+            plan.planner_data,
+            plan.usable,
+        )
+
+    def plan(self) -> SavePlan:
+        """The plan that it was made of."""
+        items = [self.layouts[number].item(fqn) for fqn, number in zip(self.fqns, self.layout_of, strict=True)]
+        return SavePlan(items, self.storage_data, self.planner_data, self.usable)
