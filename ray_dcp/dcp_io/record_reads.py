@@ -181,7 +181,7 @@ class RecordReads:
                 damaged = record.testzip() if has_checksums else None
                 # Of what is marked as a folder torch reads nothing, and unpickles whatever its memory held before.
                 damaged = damaged or next((e.filename for e in record.infolist() if e.external_attr & _FOLDER), None)
-        except (zipfile.BadZipFile, EOFError, OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - a damaged method leads into zlib, lzma or bz2, each with its own
             damaged = str(error) or type(error).__name__
         if damaged:
             raise self._damaged(wanted, damaged)

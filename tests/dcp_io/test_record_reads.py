@@ -133,6 +133,21 @@ def test_a_record_that_ends_too_early_inside_its_zip_file_is_damage_and_not_a_fo
     assert (error.fqn, error.file) == ("x", str(path))
 
 
+@pytest.mark.parametrize("name", ["x", "w"])
+def test_a_record_whose_entry_is_marked_as_a_folder_is_not_given_to_torch(tmp_path, name):
+    """Torch reads nothing of it, and unpickles the memory that it had meant to read it into."""
+    torch_dcp.save({"x": [1, 2], "w": torch.ones(2, 3).t()}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    places = {index.fqn: p for index, p in pickle.loads((tmp_path / ".metadata").read_bytes()).storage_data.items()}
+    directory = content.index(b"PK\x01\x02", places[name].offset)
+    content[directory + 38] ^= 1 << 4
+    path.write_bytes(content)
+    error = load_failure(tmp_path, {"x": None, "w": torch.zeros(3, 2)})
+    assert isinstance(error, CorruptCheckpointError)
+    assert error.fqn == name
+
+
 def test_a_python_object_where_a_tensor_should_be_is_refused(tmp_path):
     torch_dcp.save({"w": torch.ones(3), "x": [1, 2, 3]}, checkpoint_id=tmp_path, no_dist=True)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
