@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +28,21 @@ def interleavings() -> settings:
         derandomize=not wanted,
         stateful_step_count=30,
         deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def mutations(*, at_most: int | None = None) -> settings:
+    """How many damaged files, and which: by `RAY_DCP_MUTATIONS`, else a few hundred known ones.
+
+    ``at_most`` so many where one takes long.
+    """
+    wanted = int(os.environ.get("RAY_DCP_MUTATIONS") or 0)
+    return settings(
+        max_examples=min(wanted or 300, at_most or 10**9),
+        derandomize=not wanted,
+        deadline=timedelta(seconds=20),  # none takes more than milliseconds; what really hangs is found
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
