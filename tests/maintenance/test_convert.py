@@ -170,6 +170,15 @@ def test_tensors_within_a_python_value_are_read_with_it(tmp_path):
         assert same_state(torch.load(tmp_path / file, weights_only=True), state)
 
 
+def test_tensors_within_a_python_value_go_on_sharing_memory(tmp_path):
+    base = torch.arange(6.0)
+    dcp.save({"kept": (base, base[2:])}, checkpoint_id=tmp_path / "c", no_dist=True)
+    run(tmp_path / "c", tmp_path / "c.pt")
+    whole, part = torch.load(tmp_path / "c.pt", weights_only=True)["kept"]
+    assert whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+    assert part.tolist() == [2, 3, 4, 5]
+
+
 def test_a_value_of_one_rank_is_kept_under_its_name(tmp_path):
     state = {"w": torch.ones(2), "rng": dcp.PerRank({"cursor": 5})}
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
