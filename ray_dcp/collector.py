@@ -14,7 +14,7 @@ _was_enabled = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Within it no cycle is looked for, in any thread of this process; for plans, never for the bytes themselves.
+    """Within it no cycle is looked for, in any thread of this process.
 
     A plan of many items makes the collector walk all of them again and again: it took more than half of the time of
     planning 20,000 scalars.

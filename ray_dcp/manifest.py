@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, overload
@@ -81,15 +81,14 @@ class EntryTable(Sequence[Entry]):
 
     __hash__ = None  # type: ignore[assignment]  # as a list
 
+    def column(self, name: str) -> Sequence[Any]:
+        """One field of all entries."""
+        return self.columns[_COLUMNS.index(name)]
+
     @property
     def files(self) -> Sequence[str]:
         """Of each entry."""
-        return self.columns[_COLUMNS.index("file")]
-
-    @property
-    def places(self) -> Iterable[tuple[str, int, str]]:
-        """(file, record offset, fqn) of each entry."""
-        return zip(*(self.columns[_COLUMNS.index(name)] for name in ("file", "record_offset", "fqn")), strict=True)
+        return self.column("file")
 
 
 _COLUMNS = tuple(Entry.__dataclass_fields__)
@@ -123,7 +122,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of all records."""
-        return sum(as_table(self.entries).columns[_COLUMNS.index("record_nbytes")])
+        return sum(as_table(self.entries).column("record_nbytes"))
 
 
 @dataclass(frozen=True, slots=True)

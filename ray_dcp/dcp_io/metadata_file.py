@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ray_dcp.errors import CorruptCheckpointError, UnsafeDataError
+from ray_dcp.planning.python_record import NotAScalarError, read_scalar
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -156,8 +157,8 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
         raise CorruptCheckpointError(f"is no readable metadata: {error}", file=file) from error
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(f"holds a {type(metadata).__name__} instead of metadata", file=file)
-    _require_well_formed(metadata, file)
     if not digest_checked:
+        _require_well_formed(metadata, file)
         _require_places(metadata, file)
     return metadata
 
@@ -227,6 +228,8 @@ def decode_python(content: IO[bytes], *, file: str, fqn: str, trusted: bool, map
     With ``trusted`` anything is loaded, running what it says. Without it only tensors, plain containers, numpy
     arrays and what the user allowed by ``torch.serialization.add_safe_globals``; else ``UnsafeDataError``.
     """
+    with suppress(NotAScalarError):
+        return read_scalar(content)
     try:
         with _numpy_allowed():
             return torch.load(content, map_location=map_location, weights_only=not trusted)

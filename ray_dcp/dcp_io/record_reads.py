@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import zipfile
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from ray_dcp.checksums import crc32
 from ray_dcp.dcp_io.box import read_box
 from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
 from ray_dcp.dcp_io.metadata_file import decode_python
@@ -32,10 +34,15 @@ from ray_dcp.dcp_io.stored_chunk import (
 from ray_dcp.dcp_io.torch_record import find_payload
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.manifest import Entry
+from ray_dcp.staging.host_pieces import tensor_memory
 from ray_dcp.zip_record import LOCAL_SIGNATURE, NotARecordError
 
 _FOLDER = 1 << 4
 """In the attributes of a zip entry."""
+
+
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_MAX_MOVED_NBYTES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +54,10 @@ class WantedRecord:
     """Of the bytes that hold the value: the payload where the manifest says where that is, else the whole record."""
     nbytes: int
     items: Sequence[ReadItem]
-    info: _StorageInfo
+    info: _StorageInfo | None
+    """Where torch wrote the checkpoint."""
     entry: Entry | None
-    """None where torch wrote the checkpoint."""
+    """Where the manifest says more."""
 
     @property
     def fqn(self) -> str:
@@ -67,6 +75,9 @@ class RecordReads:
 
     def use_small(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: memoryview) -> None:
         """Fill ``targets``, one for each item, from the bytes of a record that has been read whole."""
+        if wanted.entry is not None and len(targets) == 1 and self._is_all_of(wanted.entry, targets[0]):
+            self._put_all(wanted.entry, targets[0], content)
+            return
         boxes = _boxes(wanted, targets)
         if wanted.entry is not None:
             chunk = self._chunk(wanted.entry, boxes)
@@ -110,6 +121,25 @@ class RecordReads:
         self._verify_zip(record, wanted)
         held.append(record)
 
+    def _is_all_of(self, entry: Entry, target: torch.Tensor) -> bool:
+        """Whether ``target`` takes a small chunk as it is: what most small reads are for."""
+        return (
+            target.shape == entry.sizes
+            and target.nbytes == entry.payload_nbytes
+            and len(entry.block_crcs) == 1
+            and not self._unchecked
+            and is_direct(target, _DTYPES.get(entry.dtype or "", torch.uint8))
+        )
+
+    def _put_all(self, entry: Entry, target: torch.Tensor, content: memoryview) -> None:
+        if crc32(content) != entry.block_crcs[0]:
+            raise self._as_chunk(entry, target.dtype, target.shape).damaged(0, entry.payload_nbytes)
+        if len(content) <= _MAX_MOVED_NBYTES:
+            # Several times as quick as making a view of such a small tensor.
+            ctypes.memmove(target.data_ptr(), bytes(content), len(content))
+        else:
+            tensor_memory(target)[:] = content
+
     def _chunk(self, entry: Entry, boxes: Sequence[Box]) -> StoredChunk:
         dtype = getattr(torch, entry.dtype or "", None)
         if not isinstance(dtype, torch.dtype):
@@ -126,7 +156,7 @@ class RecordReads:
 
     def _payload_of_torch(self, wanted: WantedRecord, read: Callable[[int, int], bytes]) -> StoredChunk | None:
         described = self._tensors.get(wanted.fqn)
-        if wanted.info.transform_descriptors or not isinstance(described, TensorStorageMetadata):
+        if (wanted.info and wanted.info.transform_descriptors) or not isinstance(described, TensorStorageMetadata):
             return None
         try:
             sizes = _chunk_sizes(described, wanted.items[0].storage_index)
@@ -213,9 +243,9 @@ def _chunk_sizes(described: TensorStorageMetadata, index: MetadataIndex) -> tupl
     return next((tuple(chunk.sizes) for chunk in described.chunks if chunk.offsets == index.offset), ())
 
 
-def _transformed(info: _StorageInfo, content: bytes) -> bytes:
+def _transformed(info: _StorageInfo | None, content: bytes) -> bytes:
     """``content`` as it was before the writer's stream transforms (torch's ``_extensions``), if any."""
-    if not info.transform_descriptors:
+    if info is None or not info.transform_descriptors:
         return content
     stream: Any = io.BytesIO(content)
     for extension in ExtensionRegistry().from_descriptor_list(info.transform_descriptors):

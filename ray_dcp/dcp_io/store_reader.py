@@ -61,7 +61,8 @@ class StoreReader(StorageReader):
         self._opened: OpenedCheckpoint | None = None
         self._metadata: Metadata | None = None
         self._entries: EntryTable | None = None
-        self._numbers: dict[tuple[str, int, str], int] = {}
+        self._numbers: dict[tuple[str, tuple[int, ...] | None], int] = {}
+        """Of the manifest's entries, by name and offsets of the chunk."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -94,7 +95,8 @@ class StoreReader(StorageReader):
         self._entries = None
         if self._opened.manifest is not None:
             self._entries = as_table(decode_manifest(self._opened.manifest, file=self._file(MANIFEST)).entries)
-            self._numbers = {place: number for number, place in enumerate(self._entries.places)}
+            chunks = zip(self._entries.column("fqn"), self._entries.column("offsets"), strict=True)
+            self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -179,6 +181,35 @@ class StoreReader(StorageReader):
 
     def _wanted(self, plan: LoadPlan, files: CheckpointFiles) -> dict[str, list[WantedRecord]]:
         """By file, in the order of their places in it."""
+        records = self._wanted_by_place(plan) if self._entries is None else self._wanted_entries(plan, files)
+        by_file: dict[str, list[WantedRecord]] = defaultdict(list)
+        for record in records:
+            by_file[record.key].append(record)
+        for of_file in by_file.values():
+            of_file.sort(key=lambda record: record.offset)
+        return by_file
+
+    def _wanted_entries(self, plan: LoadPlan, files: CheckpointFiles) -> list[WantedRecord]:
+        """By the manifest, which belongs to this metadata: its digest says so."""
+        assert self._entries is not None
+        items_of: dict[int, list[ReadItem]] = {}
+        for item in plan.items:
+            number = self._numbers.get((item.storage_index.fqn, item.storage_index.offset), -1)
+            items_of.setdefault(number, []).append(item)
+        records = []
+        for number, items in items_of.items():
+            entry = self._entries[number] if number >= 0 else None
+            if entry is None or (entry.dtype is None) != (items[0].type == LoadItemType.BYTE_IO):
+                info = self._info(items[0])
+                raise CorruptCheckpointError(
+                    "manifest and metadata disagree about this item",
+                    file=files.shown(info.relative_path),
+                    fqn=items[0].storage_index.fqn,
+                )
+            records.append(WantedRecord(entry.file, entry.payload_offset, entry.payload_nbytes, items, None, entry))
+        return records
+
+    def _wanted_by_place(self, plan: LoadPlan) -> list[WantedRecord]:
         by_place: dict[tuple[str, int, str], list[ReadItem]] = defaultdict(list)
         infos: dict[tuple[str, int, str], _StorageInfo] = {}
         for item in plan.items:
@@ -186,23 +217,10 @@ class StoreReader(StorageReader):
             place = info.relative_path, info.offset, item.storage_index.fqn
             by_place[place].append(item)
             infos[place] = info
-        by_file: dict[str, list[WantedRecord]] = defaultdict(list)
-        for place in sorted(by_place):
-            by_file[place[0]].append(self._record(place, by_place[place], infos[place], files))
-        return by_file
-
-    def _record(
-        self, place: tuple[str, int, str], items: Sequence[ReadItem], info: _StorageInfo, files: CheckpointFiles
-    ) -> WantedRecord:
-        if self._entries is None:
-            return WantedRecord(info.relative_path, info.offset, info.length, items, info, None)
-        number = self._numbers.get(place)
-        entry = self._entries[number] if number is not None else None
-        if entry is None or (entry.dtype is None) != (items[0].type == LoadItemType.BYTE_IO):
-            raise CorruptCheckpointError(
-                "manifest and metadata disagree about this item", file=files.shown(place[0]), fqn=place[2]
-            )
-        return WantedRecord(entry.file, entry.payload_offset, entry.payload_nbytes, items, info, entry)
+        return [
+            WantedRecord(info.relative_path, info.offset, info.length, by_place[place], info, None)
+            for place, info in infos.items()
+        ]
 
     def _info(self, item: ReadItem) -> _StorageInfo:
         assert self._metadata is not None

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from ray_dcp.errors import StateDictError
 
 _NAME = re.compile(r"(?P<fqn>.+)\.__rank_(?P<rank>\d+)__")
@@ -56,11 +59,17 @@ def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
     return world_sizes
 
 
+_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, bytes, type(None)))
+"""Of most values there is nothing to look into; asking each for its abstract classes takes long."""
+
+
 def with_per_rank_items(state: Any, rank: int) -> Any:
     """``state`` with each ``PerRank`` as a one-entry dict under this rank's key; other values are the same objects.
 
     Raises ``StateDictError`` for one in a tuple: planners take a tuple for one value, so ranks would share it.
     """
+    if type(state) in _LEAVES:
+        return state
     if isinstance(state, PerRank):
         return {per_rank_key(rank): (state.value,)}
     if isinstance(state, Mapping):
@@ -140,6 +149,8 @@ def _find(container: Any, prefix: str) -> Iterator[_Slot]:
     elif isinstance(container, MutableSequence):
         entries = list(enumerate(container))
     for key, value in entries:
+        if type(value) in _LEAVES:
+            continue
         fqn = f"{prefix}{key}"
         if isinstance(value, PerRank):
             yield _Slot(container, key, fqn, value)

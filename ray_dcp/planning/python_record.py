@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+import struct
+from contextlib import suppress
+from typing import IO, Any
 
 import torch
 import torch.utils.serialization
@@ -45,3 +47,53 @@ def _with_tensors(value: Any) -> bytes:
     with torch.utils.serialization.config.patch(settings):  # type: ignore[attr-defined]  # put there on import
         torch.save(value, buffer)
     return buffer.getvalue()
+
+
+class NotAScalarError(Exception):
+    """A record holds something else than one number, string, boolean or None; ``torch.load`` may know it."""
+
+
+def read_scalar(content: IO[bytes]) -> Any:
+    """The number, string, boolean or None in a record that ``python_record`` made; ``content`` is left where it was.
+
+    Torch's restricted unpickler takes a hundred times as long. Nothing but the very bytes that such a value has is
+    accepted, so there is nothing to be run. Raises ``NotAScalarError`` for everything else.
+    """
+    if not isinstance(content, io.BytesIO) or content.tell():
+        raise NotAScalarError
+    record = content.getvalue()
+    pickled = record[_PICKLE_AT : _PICKLE_AT + int.from_bytes(record[_SIZE_AT : _SIZE_AT + 4], "little")]
+    value = _scalar(pickled)
+    if frame_pickle(pickled) != record:
+        raise NotAScalarError
+    return value
+
+
+_FRAME = frame_pickle(b"")
+_PICKLE_AT = _FRAME.index(b"PK\x01\x02")
+"""Where the pickle starts: behind the local headers, which end where the directory of a record without one begins."""
+_SIZE_AT = _FRAME.index(b"PK\x03\x04", 1) + 18
+_CONSTANTS = {pickle.dumps(value, DEFAULT_PROTOCOL): value for value in (None, True, False)}
+_PROTOCOL = b"\x80" + bytes([DEFAULT_PROTOCOL])
+_UNSIGNED = {b"K": 1, b"M": 2}
+"""Opcodes of small whole numbers, and how many bytes follow."""
+
+
+def _scalar(pickled: bytes) -> Any:
+    if pickled in _CONSTANTS:
+        return _CONSTANTS[pickled]
+    opcode, argument = pickled[2:3], pickled[3:-1]
+    if pickled[:2] != _PROTOCOL or pickled[-1:] != b".":
+        raise NotAScalarError
+    if opcode == b"G" and len(argument) == 8:
+        return struct.unpack(">d", argument)[0]
+    if _UNSIGNED.get(opcode) == len(argument):
+        return int.from_bytes(argument, "little")
+    if opcode == b"J" and len(argument) == 4:
+        return int.from_bytes(argument, "little", signed=True)
+    if opcode == b"\x8a" and argument and argument[0] == len(argument) - 1:
+        return int.from_bytes(argument[1:], "little", signed=True)
+    if opcode == b"X" and argument[-2:] == b"q\x00" and int.from_bytes(argument[:4], "little") == len(argument) - 6:
+        with suppress(UnicodeDecodeError):
+            return argument[4:-2].decode()
+    raise NotAScalarError

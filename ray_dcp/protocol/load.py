@@ -209,8 +209,9 @@ def _read(request: LoadRequest, planned: _PlannedLoad, call: Call) -> list[Calla
     kept_back: list[tuple[ReadItem, io.BytesIO]] = []
     if isinstance(request.reader, StoreReader):
         planner = _PythonValuesLater(request.planner, kept_back)
-    request.reader.read_data(planned.plan, planner).wait()
-    puts = [_python_put(request, item, content) for item, content in kept_back]
+    with collector_paused():
+        request.reader.read_data(planned.plan, planner).wait()
+        puts = [_python_put(request, item, content) for item, content in kept_back]
     call.exchange("read", None)
     return puts
 
