@@ -6,7 +6,6 @@ and ``version``. Entries are stored, not compressed. This module knows bytes onl
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +34,8 @@ PADDING_ID = 0x4246
 ZIP64_ID = 1
 ZIP64 = 0xFFFFFFFF
 """In a 32-bit field: the number is too large for it and stands in a zip64 field. So is this number itself."""
+LOCAL_CRC_AT, CENTRAL_CRC_AT = 14, 16
+"""Where the checksum stands in a header."""
 _DATE = 0x21
 """1980-01-01, the first day a zip file knows: equal values make equal records."""
 CRC_FOLLOWS = 1 << 3
@@ -99,6 +100,25 @@ def frame_pickle(pickled: bytes) -> bytes:
     return front.local + front.central + _end(front.num_entries, len(front.central), len(front.local))
 
 
+class SmallFrame:
+    """The frame of payloads that are all there when they are framed: what is known before, put together once."""
+
+    def __init__(self, pickled: bytes, payload_nbytes: int) -> None:
+        frame = frame_payload(pickled, payload_nbytes, crc=0)
+        tail = frame.tail(0)
+        in_head = len(_front(pickled).local) + LOCAL_CRC_AT
+        in_tail = len(_front(pickled).central) + CENTRAL_CRC_AT
+        self._parts = frame.head[:in_head], frame.head[in_head + 4 :], tail[:in_tail], tail[in_tail + 4 :]
+        self.payload_at = frame.payload_at
+        self.nbytes = frame.nbytes
+
+    def record(self, content: bytes | memoryview, crc: int) -> bytes:
+        """The whole record of a payload; it starts at a multiple of the alignment."""
+        checksum = crc.to_bytes(4, "little")
+        head, before, behind, end = self._parts
+        return b"".join((head, checksum, before, content, behind, checksum, end))
+
+
 @dataclass(frozen=True, slots=True)
 class _Front:
     """The entries in front of a payload."""
@@ -108,19 +128,22 @@ class _Front:
     num_entries: int
 
 
-@functools.lru_cache(maxsize=4096)
+def _entry(name: str, content: bytes, header_at: int) -> tuple[bytes, bytes]:
+    """An entry, and its line in the directory."""
+    encoded, crc, nbytes = name.encode(), crc32(content), len(content)
+    local = LOCAL.pack(LOCAL_SIGNATURE, _PLAIN, 0, 0, 0, _DATE, crc, nbytes, nbytes, len(encoded), 0)
+    central = CENTRAL.pack(
+        CENTRAL_SIGNATURE, 0, _PLAIN, 0, 0, 0, _DATE, crc, nbytes, nbytes, len(encoded), 0, 0, 0, 0, 0, header_at
+    )
+    return local + encoded + content, central + encoded
+
+
+_VERSION_ENTRY = _entry(f"{ARCHIVE}/{VERSION}", b"3\n", 0)
+
+
 def _front(pickled: bytes) -> _Front:
-    local, central = b"", b""
-    for name, content in ((f"{ARCHIVE}/{VERSION}", b"3\n"), (f"{ARCHIVE}/{PICKLE}", pickled)):
-        encoded, crc = name.encode(), crc32(content)
-        central += CENTRAL.pack(
-            CENTRAL_SIGNATURE, 0, _PLAIN, 0, 0, 0, _DATE, crc, len(content), len(content),
-            len(encoded), 0, 0, 0, 0, 0, len(local),
-        ) + encoded  # fmt: skip
-        local += LOCAL.pack(
-            LOCAL_SIGNATURE, _PLAIN, 0, 0, 0, _DATE, crc, len(content), len(content), len(encoded), 0
-        ) + encoded + content  # fmt: skip
-    return _Front(local, central, 2)
+    local, central = _entry(f"{ARCHIVE}/{PICKLE}", pickled, len(_VERSION_ENTRY[0]))
+    return _Front(_VERSION_ENTRY[0] + local, _VERSION_ENTRY[1] + central, 2)
 
 
 def _padding(gap: int, alignment: int) -> bytes:

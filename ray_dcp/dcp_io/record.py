@@ -6,6 +6,7 @@ tensor is pickled, and none is copied unless it lies on a device or not in order
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,10 @@ from ray_dcp.checksums import BlockChecksums, block_crcs, crc32, crc_of_blocks
 from ray_dcp.dcp_io.tensor_pickle import tensor_pickle
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
-from ray_dcp.staging.host_pieces import host_pieces
+from ray_dcp.staging.host_pieces import host_pieces, small_content
 from ray_dcp.storage.chunks import chunk_bytes
 from ray_dcp.storage.store import ObjectWriter
-from ray_dcp.zip_record import frame_payload
+from ray_dcp.zip_record import RecordFrame, SmallFrame, frame_payload
 
 _MAX_HELD_NBYTES = 1 << 18
 
@@ -68,15 +69,15 @@ def write_tensor(sink: ObjectWriter, tensor: torch.Tensor) -> Payload:
     start = _pad(sink)
     tensor = plain(tensor)
     nbytes = tensor.nbytes
-    pickled = tensor_pickle(tensor.dtype, tensor.shape)
     if nbytes <= BLOCK_NBYTES:
-        content = b"".join(host_pieces(tensor))
+        small = _small_frame(tensor.dtype, tensor.shape)
+        frame: SmallFrame | RecordFrame = small
+        content = small_content(tensor)
         crc = crc32(content)
-        frame = frame_payload(pickled, nbytes, crc=crc)
-        sink.write(b"".join((frame.head, content, frame.tail(crc))))
+        sink.write(small.record(content, crc))
         crcs: tuple[int, ...] = (crc,) if nbytes else ()
     else:
-        frame = frame_payload(pickled, nbytes)
+        frame = frame_payload(tensor_pickle(tensor.dtype, tensor.shape), nbytes)
         sink.write(frame.head)
         checksums = BlockChecksums()
         for piece in host_pieces(tensor):
@@ -86,6 +87,11 @@ def write_tensor(sink: ObjectWriter, tensor: torch.Tensor) -> Payload:
         sink.write(frame.tail(crc_of_blocks(crcs, nbytes)))
     assert sink.tell() == start + frame.nbytes, "a tensor has as many bytes as its shape says"
     return Payload(start, frame.nbytes, start + frame.payload_at, nbytes, crcs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _small_frame(dtype: torch.dtype, sizes: torch.Size) -> SmallFrame:
+    return SmallFrame(tensor_pickle(dtype, sizes), sizes.numel() * dtype.itemsize)
 
 
 def write_python(sink: ObjectWriter, pickled: memoryview) -> Payload:

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
-
 from ray_dcp.errors import StateDictError
+from ray_dcp.planning.flat import LEAVES
 
 _NAME = re.compile(r"(?P<fqn>.+)\.__rank_(?P<rank>\d+)__")
 
@@ -59,16 +57,12 @@ def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
     return world_sizes
 
 
-_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, bytes, type(None)))
-"""Of most values there is nothing to look into; asking each for its abstract classes takes long."""
-
-
 def with_per_rank_items(state: Any, rank: int) -> Any:
     """``state`` with each ``PerRank`` as a one-entry dict under this rank's key; other values are the same objects.
 
     Raises ``StateDictError`` for one in a tuple: planners take a tuple for one value, so ranks would share it.
     """
-    if type(state) in _LEAVES:
+    if type(state) in LEAVES:
         return state
     if isinstance(state, PerRank):
         return {per_rank_key(rank): (state.value,)}
@@ -149,7 +143,7 @@ def _find(container: Any, prefix: str) -> Iterator[_Slot]:
     elif isinstance(container, MutableSequence):
         entries = list(enumerate(container))
     for key, value in entries:
-        if type(value) in _LEAVES:
+        if type(value) in LEAVES:
             continue
         fqn = f"{prefix}{key}"
         if isinstance(value, PerRank):

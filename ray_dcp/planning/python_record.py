@@ -12,15 +12,16 @@ import torch
 import torch.utils.serialization
 from torch.serialization import DEFAULT_PROTOCOL
 
+from ray_dcp.checksums import crc32
 from ray_dcp.layout import PAYLOAD_ALIGNMENT
 from ray_dcp.zip_record import frame_pickle
 
-_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+SCALARS = frozenset((bool, int, float, str, bytes, type(None)))
 
 
 def python_record(value: Any) -> bytes:
     """A record that ``torch.load`` turns into ``value``. Raises whatever pickling it raises."""
-    if type(value) in _PLAIN:
+    if type(value) in SCALARS:
         return frame_pickle(pickle.dumps(value, DEFAULT_PROTOCOL))
     buffer = io.BytesIO()
     try:
@@ -64,7 +65,9 @@ def read_scalar(content: IO[bytes]) -> Any:
     record = content.getvalue()
     pickled = record[_PICKLE_AT : _PICKLE_AT + int.from_bytes(record[_SIZE_AT : _SIZE_AT + 4], "little")]
     value = _scalar(pickled)
-    if frame_pickle(pickled) != record:
+    # A local header has its entry's checksum; what stands behind the pickle says the same once more.
+    checksum = int.from_bytes(record[_SIZE_AT - 4 : _SIZE_AT], "little")
+    if record[: _SIZE_AT - 4] != _FRAME[: _SIZE_AT - 4] or crc32(pickled) != checksum:
         raise NotAScalarError
     return value
 

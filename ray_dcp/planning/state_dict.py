@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -26,12 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ray_dcp.errors import StateDictError
+from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.global_plan import GlobalTable, plan_tables
 from ray_dcp.planning.layouts import WriteLayouts, local_part
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import with_per_rank_items
 from ray_dcp.planning.plan_table import PlanTable
-from ray_dcp.planning.python_record import python_record
+from ray_dcp.planning.python_record import SCALARS, python_record
 
 
 def collect_state(state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class StatePlanner(DefaultSavePlanner):
         self._pickled = {}
         self.mappings = {}
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten_state_dict(state_dict)
+            state_dict, self.mappings = flat_state(state_dict)
         if self.flatten_sharded_tensors and not (self.flatten_state_dict and _has_no_sharded_tensor(state_dict)):
             state_dict = _flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
@@ -78,6 +78,9 @@ class StatePlanner(DefaultSavePlanner):
         items: list[WriteItem] = []
         problems: list[str] = []
         for fqn, value in self.state_dict.items():
+            if type(value) in SCALARS:  # it can be pickled, and cannot change until then
+                items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
+                continue
             local = local_part(value)
             if local is None:
                 found = self._other_items(fqn, value)
@@ -131,7 +134,9 @@ class StatePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._pickled[write_item.index.fqn])
+            fqn = write_item.index.fqn
+            pickled = self._pickled.get(fqn)
+            return io.BytesIO(pickled if pickled is not None else python_record(self.state_dict[fqn]))
         local = local_part(self.state_dict.get(write_item.index.fqn))
         return local if local is not None else super().resolve_data(write_item)
 

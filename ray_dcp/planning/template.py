@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
+from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.layouts import ReadLayouts, local_part
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import is_per_rank_name
@@ -147,7 +147,7 @@ class TemplatePlanner(DefaultLoadPlanner):
     def _flatten(self, state_dict: dict[str, Any], metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
         if not self.flatten_state_dict:
             return state_dict, {}
-        flat, paths = flatten_state_dict(state_dict)
+        flat, paths = flat_state(state_dict)
         lacking = flat.keys() - metadata.state_dict_metadata.keys()
         if lacking and not metadata.version:
             # torch before 2.4 kept containers without tensors whole, under the container's own name.
@@ -194,7 +194,9 @@ def _unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
     problems = []
     if value.shape != saved.size:
         problems.append(f"{fqn}: the checkpoint has shape {tuple(saved.size)}, the template {tuple(value.shape)}")
-    if any(_repeats_memory(local) for local in _local_tensors(value)):
+    local = local_part(value)
+    in_order = local is not None and local.is_contiguous()
+    if not in_order and any(_repeats_memory(part) for part in _local_tensors(value)):
         problems.append(f"{fqn}: the template is a view whose elements share memory; fill a .clone() of it")
     return problems
 

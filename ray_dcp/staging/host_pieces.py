@@ -6,6 +6,7 @@ of pinned buffers on a stream of its own, so that the next pieces travel while o
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 from ray_dcp.layout import BLOCK_NBYTES
 
 _DEVICE_PIECE_NBYTES = 8 * BLOCK_NBYTES
+_MAX_COPIED_NBYTES = 1 << 15
 _NUM_PINNED = 3
 """Pieces of one tensor under way or in use at once: with the piece size, all the memory that it takes."""
 
@@ -34,6 +36,15 @@ def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     else:
         for part in _parts(tensor, BLOCK_NBYTES):
             yield tensor_memory(part.cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def small_content(tensor: torch.Tensor) -> bytes | memoryview:
+    """All of a tensor's bytes at once."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        nbytes = tensor.nbytes
+        # A view takes several times as long to make as such a small tensor to copy.
+        return ctypes.string_at(tensor.data_ptr(), nbytes) if nbytes <= _MAX_COPIED_NBYTES else tensor_memory(tensor)
+    return b"".join(host_pieces(tensor))
 
 
 def tensor_memory(tensor: torch.Tensor) -> memoryview:
