@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
+from ray_dcp.collector import collector_paused
 from ray_dcp.errors import CoordinatorLostError, GroupError
 from ray_dcp.progress import Progress, working
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
@@ -92,7 +93,8 @@ class SoloCall:
 
     def exchange(self, phase: str, part: Any) -> Any:
         try:
-            (answer,) = self._session.step(phase, [part])
+            with collector_paused():
+                (answer,) = self._session.step(phase, [part])
         except (Exception, TorchCheckpointException) as error:
             failure = RankFailure.from_exception(error, rank=COORDINATOR, phase=coordinator_phase(self.kind, phase))
             self.failed = True
