@@ -27,7 +27,10 @@ class StoredItem(WriteResult):
 
 
 class WrittenColumns:
-    """What one rank wrote into one file: item ``i`` of its final plan in row ``i``."""
+    """What one rank wrote into one file: item ``i`` of its final plan in row ``i``.
+
+    In arrays, so that a million items leave no object behind for the garbage collector to walk.
+    """
 
     def __init__(self, file: str, rank: int, num_items: int) -> None:
         self.file = file
@@ -35,7 +38,9 @@ class WrittenColumns:
         zeros = array("q", bytes(8 * num_items))
         self.record_offsets, self.record_nbytes = array("q", zeros), array("q", zeros)
         self.payload_offsets, self.payload_nbytes = array("q", zeros), array("q", zeros)
-        self.crcs: list[tuple[int, ...] | None] = [None] * num_items
+        self._crcs = array("I")
+        """Of all items, in the order in which they were written."""
+        self._crcs_at, self._num_crcs = array("q", zeros), array("q", zeros)
         self.kind_of = array("I", bytes(4 * num_items))
         """Of each item, its place in ``kinds``."""
         self.kinds: list[tuple[str | None, tuple[int, ...] | None]] = []
@@ -43,7 +48,7 @@ class WrittenColumns:
         self._number_of_kind: dict[tuple[torch.dtype | None, torch.Size | None], int] = {}
 
     def __len__(self) -> int:
-        return len(self.crcs)
+        return len(self.record_nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_number_of_kind": {}}
@@ -54,7 +59,8 @@ class WrittenColumns:
         self.record_nbytes[number] = payload.record_nbytes
         self.payload_offsets[number] = payload.payload_offset
         self.payload_nbytes[number] = payload.payload_nbytes
-        self.crcs[number] = payload.block_crcs
+        self._crcs_at[number], self._num_crcs[number] = len(self._crcs), len(payload.block_crcs)
+        self._crcs.extend(payload.block_crcs)
         kind = self._number_of_kind.get((dtype, sizes))
         if kind is None:
             kind = self._number_of_kind[dtype, sizes] = len(self.kinds)
@@ -64,7 +70,12 @@ class WrittenColumns:
 
     @property
     def num_written(self) -> int:
-        return len(self) - self.crcs.count(None)
+        return len(self) - self.record_nbytes.count(0)  # no record is empty
+
+    def crcs_of(self, number: int) -> tuple[int, ...]:
+        """Of the blocks of an item."""
+        at = self._crcs_at[number]
+        return tuple(self._crcs[at : at + self._num_crcs[number]])
 
     def item(self, number: int, index: MetadataIndex) -> StoredItem:
         dtype, sizes = self.kinds[self.kind_of[number]]
@@ -73,7 +84,7 @@ class WrittenColumns:
             self.record_nbytes[number],
             self.payload_offsets[number],
             self.payload_nbytes[number],
-            self.crcs[number] or (),
+            self.crcs_of(number),
         )
         place = _StorageInfo(self.file, payload.record_offset, payload.record_nbytes)
         return StoredItem(index, payload.record_nbytes, place, payload, dtype, sizes, self.rank)
@@ -139,7 +150,7 @@ def entry_table(written: Sequence[WrittenItems]) -> EntryTable:
             of_file.record_nbytes,
             of_file.payload_offsets,
             of_file.payload_nbytes,
-            [crcs or () for crcs in of_file.crcs],
+            [of_file.crcs_of(number) for number in range(len(items))],
             [of_file.rank] * len(items),
         ]
         for column, row in zip(columns, rows, strict=True):
