@@ -1,0 +1,218 @@
+"""``SharedSegment``: memory that some processes of a node share for a while, and how they keep step in it.
+
+A file in /dev/shm, made by whoever comes first. It begins with a few counters for each member; the rest is the
+members' own to fill. Each counter is written by its member alone, and only grows.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from types import TracebackType
+
+import torch
+
+from ray_dcp.progress import advance
+from ray_dcp.staging.host_pieces import tensor_memory
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "ray_dcp_share_"
+STALE_S = 60.0
+"""A file that nobody has locked is left behind if it is older; a younger one may be about to be locked."""
+_SLOT_NBYTES = 128
+"""Of a member's counters: two lines of the CPU's cache, so that members do not slow each other down."""
+_PAGE_NBYTES = 4096
+_MAX_NAP_S = 0.002
+
+
+class Counter(IntEnum):
+    """What a member tells of itself."""
+
+    SIGNS = 0
+    """Of work; above 0 once it has the segment open."""
+    READ = 1
+    """Windows of which it has read and checked its part."""
+    TAKEN = 2
+    """Windows from which it needs nothing any more."""
+    LEFT = 3
+    """1 when it neither reads nor writes here any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Where and how the ranks of a node share what they read."""
+
+    folder: str = "/dev/shm"
+    patience_s: float = 30.0
+    """How long a rank waits for another one that gives no sign of work; then it goes on by itself."""
+    node: str | None = None
+    """In place of what says which ranks have one memory; for tests."""
+
+    def memory(self) -> str | None:
+        """The same for all processes that see the same ``folder`` and may open each other's files there.
+
+        None where there is no such folder.
+        """
+        try:
+            with open("/proc/sys/kernel/random/boot_id") as file:
+                boot = file.read().strip()
+            device = os.stat(self.folder).st_dev
+        except OSError:
+            return None
+        return self.node if self.node is not None else f"{boot}:{device}:{os.getuid()}"
+
+    def free_nbytes(self) -> int:
+        """Of ``folder`` now; 0 where it cannot be told."""
+        try:
+            status = os.statvfs(self.folder)
+        except OSError:
+            return 0
+        return status.f_bavail * status.f_frsize
+
+
+class SharedSegment:
+    """One member's view. Raises ``OSError`` where there is no room, or where the file is not what it should be."""
+
+    def __init__(self, sharing: Sharing, token: str, *, num_members: int, slot: int, nbytes: int) -> None:
+        self._sharing = sharing
+        self._slot = slot
+        self._members = range(num_members)
+        self._path = os.path.join(sharing.folder, f"{PREFIX}{token}")
+        header_nbytes = -(-num_members * _SLOT_NBYTES // _PAGE_NBYTES) * _PAGE_NBYTES
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(self._path, flags, 0o600)
+        try:
+            # Held as long as the file is open, so as long as the process lives: it tells that the file is in use.
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._reserve(header_nbytes, nbytes)
+            self._mapped = mmap.mmap(self._descriptor, header_nbytes + nbytes)
+        except BaseException:
+            self.unlink()
+            os.close(self._descriptor)
+            raise
+        self._counters = memoryview(self._mapped)[:header_nbytes].cast("Q")
+        self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=header_nbytes, count=nbytes)
+        """Flat uint8, seen by all members."""
+        self._fence = threading.Lock()
+        self.sign()
+
+    def __enter__(self) -> SharedSegment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave: the others no longer wait for this member, and nothing of it stays."""
+        self.tell(Counter.LEFT, 1)
+        self.unlink()
+        self._counters.release()
+        del self.memory
+        # What an error's traceback still refers to lives as long as that.
+        with suppress(BufferError):
+            self._mapped.close()
+        os.close(self._descriptor)
+
+    def _reserve(self, header_nbytes: int, nbytes: int) -> None:
+        """Take the memory now, for all members: in a mapped file that has none, writing kills the process."""
+        os.posix_fallocate(self._descriptor, 0, header_nbytes)
+        try:
+            os.posix_fallocate(self._descriptor, 0, header_nbytes + nbytes)
+        except OSError:
+            left = self._slot * _SLOT_NBYTES + Counter.LEFT * 8
+            os.pwrite(self._descriptor, (1).to_bytes(8, sys.byteorder), left)
+            raise
+        if os.fstat(self._descriptor).st_size != header_nbytes + nbytes:
+            raise OSError(errno.EINVAL, "is of another size than planned", self._path)
+
+    def part(self, at: int, nbytes: int) -> memoryview:
+        """Some of ``memory`` as bytes to be filled."""
+        return tensor_memory(self.memory[at : at + nbytes])
+
+    def unlink(self) -> None:
+        """Remove the file's name; whoever has it open keeps it."""
+        with suppress(OSError):
+            os.unlink(self._path)
+
+    def tell(self, counter: Counter, value: int) -> None:
+        """Set one of this member's counters; whoever sees that sees all that it has written before."""
+        self._order()
+        self._counters[self._slot * _SLOT_NBYTES // 8 + counter] = value
+        self._order()
+
+    def told(self, member: int, counter: Counter) -> int:
+        return self._counters[member * _SLOT_NBYTES // 8 + counter]
+
+    def sign(self) -> None:
+        """Show that this member is at work."""
+        self.tell(Counter.SIGNS, self.told(self._slot, Counter.SIGNS) + 1)
+
+    def everyone_reaches(self, counter: Counter, value: int, members: Iterable[int] | None = None) -> bool:
+        """Wait until a counter of all ``members`` is ``value`` or more.
+
+        False when one of them has left without that, or has given no sign for ``patience_s``.
+        """
+        behind = [*(self._members if members is None else members)]
+        signs: tuple[int, ...] = ()
+        quiet_since_s, nap_s = time.monotonic(), 0.0001
+        while True:
+            left = {member for member in behind if self.told(member, Counter.LEFT)}
+            self._order()
+            behind = [member for member in behind if self.told(member, counter) < value]
+            if not behind:
+                self._order()
+                return True
+            if left.intersection(behind):
+                return False
+            before, signs = signs, tuple(self.told(member, Counter.SIGNS) for member in behind)
+            if before != signs:
+                quiet_since_s = time.monotonic()
+                self.sign()  # for those who wait for this member meanwhile
+            elif time.monotonic() - quiet_since_s > self._sharing.patience_s:
+                return False
+            advance()
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _MAX_NAP_S)
+
+    def _order(self) -> None:
+        """Keep the CPU from doing what comes after it before what comes before it.
+
+        x86 does not in any case; on ARM a lock that is released and taken again is what Python has for it.
+        """
+        with self._fence:
+            pass
+        with self._fence:
+            pass
+
+
+def remove_stale(folder: str) -> None:
+    """Remove the files of processes that were all killed before one of them could do it."""
+    with suppress(OSError):
+        names = [name for name in os.listdir(folder) if name.startswith(PREFIX)]
+        for path in (os.path.join(folder, name) for name in names):
+            with suppress(OSError):
+                _remove_if_stale(path)
+
+
+def _remove_if_stale(path: str) -> None:
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or time.time() - status.st_mtime < STALE_S:
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody has it open
+        os.unlink(path)
+        logger.info("removed %s, which killed processes had left behind", path)
+    finally:
+        os.close(descriptor)
