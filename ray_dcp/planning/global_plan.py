@@ -1,6 +1,7 @@
 """The global plan of a save, made from plan tables: what torch's default planner makes, without an object per item.
 
-Replicated items go to the rank with the least to write (``_dedup_save_plans``); chunks of all ranks are put together
+Replicated items go to the rank with the least to write (``_dedup_save_plans``, which counts the whole tensor for each
+chunk of it, while here a chunk counts for what it is); chunks of all ranks are put together
 and checked (``create_default_global_save_plan``, ``_validate_global_plan``). Values that lie alike are checked once.
 """
 

@@ -1,0 +1,55 @@
+"""The garbage collector rests while it is asked to, and is as before afterwards."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from ray_dcp.collector import collector_paused
+
+
+def test_it_rests_within_and_works_afterwards():
+    assert gc.isenabled()
+    with collector_paused():
+        assert not gc.isenabled()
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_an_error_within_wakes_it_up():
+    with pytest.raises(ValueError, match="x"), collector_paused():
+        raise ValueError("x")
+    assert gc.isenabled()
+
+
+def test_the_last_of_several_threads_wakes_it_up():
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with collector_paused():
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(10)
+    with collector_paused():
+        pass
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_whoever_has_turned_it_off_finds_it_off():
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
