@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 
 import pytest
@@ -45,7 +46,7 @@ def all_plans(draw):
         if kind == "rows":
             size = draw(st.integers(1, 9))
             cuts = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=4))})
-            for start, end in zip(cuts, cuts[1:], strict=False):
+            for start, end in itertools.pairwise(cuts):
                 for rank in draw(st.sets(st.integers(0, num_ranks - 1), min_size=1)):
                     items[rank].append(tensor_item(f"v{number}", size, start, end))
         else:

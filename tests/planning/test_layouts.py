@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -35,9 +37,7 @@ def test_write_items_are_torchs():
 @pytest.mark.parametrize("cuts", [[0, 6], [0, 2, 6], [0, 1, 2, 5, 6]], ids=str)
 def test_reads_are_torchs(cuts):
     layouts = ReadLayouts()
-    chunks = [
-        ChunkStorageMetadata(torch.Size((a, 0)), torch.Size((b - a, 4))) for a, b in zip(cuts, cuts[1:], strict=False)
-    ]
+    chunks = [ChunkStorageMetadata(torch.Size((a, 0)), torch.Size((b - a, 4))) for a, b in itertools.pairwise(cuts)]
     saved = TensorStorageMetadata(TensorProperties(), torch.Size((6, 4)), chunks)
     shards = LocalShards((6, 4), {(1, 0): torch.zeros(2, 4), (3, 2): torch.zeros(3, 2)})
     for fqn, value in (("a", torch.zeros(6, 4)), ("b", torch.ones(6, 4)), ("c", shards)):
