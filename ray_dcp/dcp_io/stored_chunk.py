@@ -105,6 +105,7 @@ def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
         and target.dtype == dtype
         and target.is_contiguous()
         and not (target.is_conj() or target.is_neg())
+        and target.data_ptr() != 0  # a class that wraps other tensors has no memory of its own
     )
 
 

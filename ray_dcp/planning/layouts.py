@@ -37,6 +37,13 @@ def local_part(value: Any) -> torch.Tensor | None:
     return None
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of some elements has no memory any more; torch itself reads and writes at address 0 then."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def layout_key(value: Any) -> Hashable | None:
     """Equal for values of which this rank holds equal chunks; None for a kind of value that must be asked each time.
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.global_plan import GlobalTable, plan_tables
-from ray_dcp.planning.layouts import WriteLayouts, local_part
+from ray_dcp.planning.layouts import WriteLayouts, is_freed, local_part
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import with_per_rank_items
 from ray_dcp.planning.plan_table import PlanTable
@@ -153,6 +153,8 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return f"torch.save has no record for {tensor.dtype}; save a view as another dtype"
     if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, AsyncCollectiveTensor):
         return f"a {type(tensor).__name__} wraps other tensors; save those"
+    if is_freed(tensor):
+        return "its memory has been freed (FSDP does so between uses); save it while it has values"
     return None
 
 

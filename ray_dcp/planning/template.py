@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.planning.flat import flat_state
-from ray_dcp.planning.layouts import ReadLayouts, local_part
+from ray_dcp.planning.layouts import ReadLayouts, is_freed, local_part
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import is_per_rank_name
 
@@ -198,6 +198,8 @@ def _unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
     in_order = local is not None and local.is_contiguous()
     if not in_order and any(_repeats_memory(part) for part in _local_tensors(value)):
         problems.append(f"{fqn}: the template is a view whose elements share memory; fill a .clone() of it")
+    if any(map(is_freed, _local_tensors(value) if local is None else (local,))):
+        problems.append(f"{fqn}: the template's memory has been freed; load while it has some")
     return problems
 
 

@@ -75,6 +75,49 @@ def test_every_target_gets_what_was_stored(tmp_path, writer, kind, stored):
     assert torch.equal(target.detach().as_subclass(torch.Tensor), saved)
 
 
+class Wrapped(torch.Tensor):
+    """Has no memory of its own: whatever is done to it is done to another tensor."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        unwrapped = [one.inner if isinstance(one, cls) else one for one in args]
+        found = function(*unwrapped, **(kwargs or {}))
+        return cls(found) if isinstance(found, torch.Tensor) else found
+
+
+@written_by
+@pytest.mark.parametrize("count", [10, 20_000, 400_000])
+def test_a_target_that_wraps_another_tensor_fills_that_one(tmp_path, writer, count):
+    SAVES[writer]({"w": torch.arange(float(count))}, checkpoint_id=tmp_path, no_dist=True)
+    inner = torch.full((count,), float("nan"))
+    dcp.load({"w": Wrapped(inner)}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(inner, torch.arange(float(count)))
+
+
+@pytest.mark.parametrize("count", [10, 20_000, 400_000])
+def test_a_tensor_whose_memory_is_freed_is_refused_by_save_and_load(tmp_path, count):
+    """As FSDP leaves its parameters; torch itself ends the process there."""
+    freed = torch.ones(count)
+    freed.untyped_storage().resize_(0)
+    for value in (freed, freed.view(2, -1), dcp.LocalShards((count,), {(0,): freed})):
+        with pytest.raises(dcp.CheckpointException, match="memory has been freed"):
+            dcp.save({"w": value}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert not (tmp_path / "c" / ".metadata").exists()
+    dcp.save({"w": torch.ones(count)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    for value in (freed, dcp.LocalShards((count,), {(0,): freed})):
+        with pytest.raises(dcp.CheckpointException, match="memory has been freed"):
+            dcp.load({"w": value}, checkpoint_id=tmp_path / "c", no_dist=True)
+
+
 @written_by
 @pytest.mark.parametrize("count", [10, 400_000])
 def test_a_cast_happens_on_the_way(tmp_path, writer, count):
