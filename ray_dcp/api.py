@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from ray_dcp.catalog import CheckpointInfo
 from ray_dcp.cluster.current import current_group, process_group_ranks
 from ray_dcp.cluster.group import RankGroup
+from ray_dcp.config import share_reads_from
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import ConfigError
@@ -122,6 +123,9 @@ def load(
     no template has. ``cast`` converts dtypes. ``trusted`` unpickles Python objects of any class, which runs code
     from the checkpoint: only for checkpoints you wrote.
 
+    What several ranks of one node want of a large tensor is read once by all of them together, through /dev/shm, if
+    there is room; ``RAY_DCP_SHARE_READS=0`` turns that off.
+
     Raises ``CheckpointException`` on every rank, listing all that does not fit.
     """
     call, saves = _start_call("load", checkpoint_id, _ranks(group, process_group, no_dist))
@@ -130,7 +134,8 @@ def load(
         location = _location(checkpoint_id, reader, "storage_reader")
         load_planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location)
         saves.settle()
-    return load_rank(LoadRequest(state_dict, location, reader, load_planner, strict, trusted), call)
+        share_reads = share_reads_from(os.environ)
+    return load_rank(LoadRequest(state_dict, location, reader, load_planner, strict, trusted, share_reads), call)
 
 
 def newest(

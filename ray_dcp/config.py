@@ -63,6 +63,18 @@ class Limits:
         return cls(**given)
 
 
+def share_reads_from(variables: Mapping[str, str]) -> bool:
+    """Whether ranks of one node may read for each other: yes, unless ``RAY_DCP_SHARE_READS`` is 0 or false.
+
+    Each rank may say so for itself.
+    """
+    variable = _VARIABLE_PREFIX + "SHARE_READS"
+    text = variables.get(variable, "1").lower()
+    if text not in ("0", "1", "false", "true"):
+        raise ConfigError(variable, f"{text!r} is none of 0, 1, false and true")
+    return text in ("1", "true")
+
+
 def _seconds_from(variable: str, text: str) -> float:
     try:
         seconds = float(text)

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from ray_dcp import points
-from ray_dcp.config import PHASES, Limits
+from ray_dcp.config import PHASES, Limits, share_reads_from
 from ray_dcp.errors import ConfigError
 
 SETTINGS = [field.name for field in dataclasses.fields(Limits) if field.name != "phase_stall_timeout_s"]
@@ -69,3 +69,12 @@ def test_an_observer_sees_the_points_within_the_block_only():
         points.reached(points.Point.MID_READ)
     points.reached(points.Point.MID_WRITE)
     assert seen == [points.Point.MID_READ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"), [(None, True), ("1", True), ("True", True), ("0", False), ("false", False)]
+)
+def test_reads_are_shared_unless_the_variable_says_no(text, shares):
+    assert share_reads_from({} if text is None else {"RAY_DCP_SHARE_READS": text}) is shares
+    with pytest.raises(ConfigError, match="'no' is none of 0, 1, false and true"):
+        share_reads_from({"RAY_DCP_SHARE_READS": "no"})

@@ -111,6 +111,19 @@ class RecordReads:
         self._load_with_torch(wanted, targets, content)
         return len(content)
 
+    def passing(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> tuple[StoredChunk, list[Box]] | None:
+        """Chunk and boxes, where bytes that pass in order can be put straight into ``targets``; else None."""
+        if wanted.entry is None:
+            return None
+        boxes = _boxes(wanted, targets)
+        chunk = self._chunk(wanted.entry, boxes)
+        return (chunk, boxes) if all(_is_in_rows(chunk, box) for box in boxes) else None
+
+    def read_blocks(self, entry: Entry, start: int, into: memoryview) -> None:
+        """Fill ``into`` with what follows ``start`` in the payload of a tensor, checked; from block to block."""
+        self._files.fill(entry.file, entry.fqn, entry.payload_offset + start, [into])
+        self._as_chunk(entry, torch.uint8, (entry.payload_nbytes,)).verify(into, start)
+
     def hold_python(self, wanted: WantedRecord, held: list[bytes], content: memoryview) -> None:
         """Append the checked record of a Python object to ``held``."""
         if wanted.entry is not None:
@@ -232,6 +245,12 @@ def _boxes(wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> list[Box]:
 
 def _is_plain(chunk: StoredChunk, box: Box) -> bool:
     return not box.target.numel() or (is_direct(box.target, chunk.dtype) and plain_rows(chunk, box) is not None)
+
+
+def _is_in_rows(chunk: StoredChunk, box: Box) -> bool:
+    target = box.target
+    in_order = target.layout == torch.strided and target.is_contiguous() and not (target.is_conj() or target.is_neg())
+    return not target.numel() or (in_order and plain_rows(chunk, box) is not None)
 
 
 def _chunk_sizes(described: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ import logging
 import mmap
 import os
 import stat
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -83,30 +82,40 @@ class Sharing:
 
 
 class SharedSegment:
-    """One member's view. Raises ``OSError`` where there is no room, or where the file is not what it should be."""
+    """One member's view. Raises ``OSError`` where there is no room, or where the file is not what it should be.
+
+    The file loses its name once all members have it open. Before that the name stays with the file, although a member
+    may have left: those who come later must find that out instead of making a file of their own.
+    """
 
     def __init__(self, sharing: Sharing, token: str, *, num_members: int, slot: int, nbytes: int) -> None:
         self._sharing = sharing
         self._slot = slot
         self._members = range(num_members)
+        self._fence = threading.Lock()
         self._path = os.path.join(sharing.folder, f"{PREFIX}{token}")
-        header_nbytes = -(-num_members * _SLOT_NBYTES // _PAGE_NBYTES) * _PAGE_NBYTES
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(self._path, flags, 0o600)
         try:
             # Held as long as the file is open, so as long as the process lives: it tells that the file is in use.
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._reserve(header_nbytes, nbytes)
-            self._mapped = mmap.mmap(self._descriptor, header_nbytes + nbytes)
+            header_nbytes = -(-num_members * _SLOT_NBYTES // _PAGE_NBYTES) * _PAGE_NBYTES
+            self._header = self._mapped(header_nbytes)
         except BaseException:
             self.unlink()
             os.close(self._descriptor)
             raise
-        self._counters = memoryview(self._mapped)[:header_nbytes].cast("Q")
-        self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=header_nbytes, count=nbytes)
-        """Flat uint8, seen by all members."""
-        self._fence = threading.Lock()
+        self._counters = memoryview(self._header).cast("Q")
         self.sign()
+        try:
+            self._file = self._mapped(header_nbytes + nbytes)
+            if os.fstat(self._descriptor).st_size != header_nbytes + nbytes:
+                raise OSError(errno.EINVAL, "is of another size than planned", self._path)
+        except BaseException:
+            self._leave()
+            raise
+        self.memory = torch.frombuffer(self._file, dtype=torch.uint8, offset=header_nbytes, count=nbytes)
+        """Flat uint8, seen by all members."""
 
     def __enter__(self) -> SharedSegment:
         return self
@@ -114,27 +123,25 @@ class SharedSegment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave: the others no longer wait for this member, and nothing of it stays."""
-        self.tell(Counter.LEFT, 1)
-        self.unlink()
-        self._counters.release()
+        """Leave: the others no longer wait for this member."""
         del self.memory
+        self._leave()
         # What an error's traceback still refers to lives as long as that.
         with suppress(BufferError):
-            self._mapped.close()
-        os.close(self._descriptor)
+            self._file.close()
 
-    def _reserve(self, header_nbytes: int, nbytes: int) -> None:
-        """Take the memory now, for all members: in a mapped file that has none, writing kills the process."""
-        os.posix_fallocate(self._descriptor, 0, header_nbytes)
-        try:
-            os.posix_fallocate(self._descriptor, 0, header_nbytes + nbytes)
-        except OSError:
-            left = self._slot * _SLOT_NBYTES + Counter.LEFT * 8
-            os.pwrite(self._descriptor, (1).to_bytes(8, sys.byteorder), left)
-            raise
-        if os.fstat(self._descriptor).st_size != header_nbytes + nbytes:
-            raise OSError(errno.EINVAL, "is of another size than planned", self._path)
+    def _mapped(self, nbytes: int) -> mmap.mmap:
+        """The begin of the file. Its memory is taken now: writing where there is none would kill the process."""
+        os.posix_fallocate(self._descriptor, 0, nbytes)
+        return mmap.mmap(self._descriptor, nbytes)
+
+    def _leave(self) -> None:
+        self.tell(Counter.LEFT, 1)
+        if all(self.told(member, Counter.SIGNS) for member in self._members):
+            self.unlink()
+        self._counters.release()
+        self._header.close()
+        os.close(self._descriptor)
 
     def part(self, at: int, nbytes: int) -> memoryview:
         """Some of ``memory`` as bytes to be filled."""
@@ -161,9 +168,20 @@ class SharedSegment:
     def everyone_reaches(self, counter: Counter, value: int, members: Iterable[int] | None = None) -> bool:
         """Wait until a counter of all ``members`` is ``value`` or more.
 
-        False when one of them has left without that, or has given no sign for ``patience_s``.
+        False when one of them has left without that, or has given no sign for ``patience_s``. Raises when the call of
+        this thread has been interrupted.
         """
-        behind = [*(self._members if members is None else members)]
+        try:
+            reached = self._wait(counter, value, [*(self._members if members is None else members)])
+        except BaseException:
+            self.unlink()  # the call is over, and who has not come may be dead
+            raise
+        if reached is None:
+            self.unlink()
+        return bool(reached)
+
+    def _wait(self, counter: Counter, value: int, behind: list[int]) -> bool | None:
+        """False where a member has left, None where patience is over."""
         signs: tuple[int, ...] = ()
         quiet_since_s, nap_s = time.monotonic(), 0.0001
         while True:
@@ -180,7 +198,7 @@ class SharedSegment:
                 quiet_since_s = time.monotonic()
                 self.sign()  # for those who wait for this member meanwhile
             elif time.monotonic() - quiet_since_s > self._sharing.patience_s:
-                return False
+                return None
             advance()
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _MAX_NAP_S)

@@ -5,6 +5,8 @@ From the plan to byte ranges::
     read items -> by record, in file order -> large chunks: their blocks, straight into the tensors
                                            -> small ones, Python objects: joined to runs, cut up after the read
 
+Large chunks that other ranks of this node want as well are read once by all of them together (``shared_reads``).
+
 Every block is checked before its tensor counts as loaded. No tensor goes through ``torch.load``, except one that
 torch wrote in a form of its own (a transposed one, say).
 """
@@ -15,8 +17,8 @@ import functools
 import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
@@ -31,9 +33,12 @@ from ray_dcp.dcp_io.metadata_file import decode_metadata
 from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_checkpoint
 from ray_dcp.dcp_io.read_tasks import ReadShape, Task, finished, joined, read_run, read_shape
 from ray_dcp.dcp_io.record_reads import RecordReads, WantedRecord
+from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, offer_of, want_of
+from ray_dcp.dcp_io.shared_segment import Sharing
 from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
 from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA
 from ray_dcp.manifest import EntryTable, as_table, decode_manifest
+from ray_dcp.planning.shared_reads import NodeShare, ShareOffer, Want
 from ray_dcp.storage.open import open_store
 
 
@@ -49,13 +54,21 @@ class StoreReader(StorageReader):
     """Reads any checkpoint of ray_dcp, of torch's file system writers, or of safetensors files, from a path or URL.
 
     Each value is checked before it counts: by the manifest's block checksums, or by the records' own zip CRCs
-    where torch wrote them. Also usable with ``torch.distributed.checkpoint.load``.
+    where torch wrote them. Also usable with ``torch.distributed.checkpoint.load``. ``sharing`` None: this rank reads
+    all it wants by itself.
     """
 
-    def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, *, trusted: bool = False) -> None:
+    def __init__(
+        self,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        *,
+        trusted: bool = False,
+        sharing: Sharing | None = Sharing(),  # noqa: B008 - it is frozen
+    ) -> None:
         super().__init__()
         self.checkpoint_id = os.fspath(checkpoint_id) if checkpoint_id is not None else ""
         self.trusted = trusted
+        self.sharing = sharing
         self.nbytes_read = 0
         self.nbytes_loaded = 0
         self._opened: OpenedCheckpoint | None = None
@@ -63,6 +76,10 @@ class StoreReader(StorageReader):
         self._entries: EntryTable | None = None
         self._numbers: dict[tuple[str, tuple[int, ...] | None], int] = {}
         """Of the manifest's entries, by name and offsets of the chunk."""
+        self._grouped: tuple[LoadPlan, dict[str, list[WantedRecord]]] | None = None
+        """The records of the plan that was last looked at."""
+        self._share: tuple[NodeShare, int] | None = None
+        """Of the next ``read_data``, with this rank."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -104,12 +121,39 @@ class StoreReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    def offer_shared_reads(self, plan: LoadPlan, planner: LoadPlanner) -> ShareOffer | None:
+        """What other ranks of this node could read for this one; None where it can share with nobody.
+
+        What is wrong with the plan is told when it is read.
+        """
+        if self.sharing is None or self._entries is None:
+            return None
+        assert self._opened is not None
+        store = open_store(self._opened.checkpoint_id)
+        files = CheckpointFiles(store, self._opened.checkpoint_id)
+        reads = self._record_reads(files, read_shape(store))
+        wants: list[Want | None] = []
+        with suppress(CorruptCheckpointError):
+            for record in _large(self._wanted(plan, files)):
+                passing = reads.passing(record, [planner.resolve_tensor(item).detach() for item in record.items])
+                wants.append(want_of(self._number(record), *passing) if passing is not None else None)
+        return offer_of([want for want in wants if want is not None], self.sharing, store, self._opened)
+
+    def share_reads(self, share: NodeShare | None, rank: int) -> None:
+        """Take part in ``share`` in the next ``read_data``, of the plan that was offered."""
+        self._share = (share, rank) if share is not None else None
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and hand it its Python objects; file after file, in file order."""
         assert self._opened is not None, "read_metadata comes first"
         store = open_store(self._opened.checkpoint_id)
         shape = read_shape(store)
-        tasks = self._tasks(plan, planner, CheckpointFiles(store, self._opened.checkpoint_id), shape)
+        files = CheckpointFiles(store, self._opened.checkpoint_id)
+        reads = self._record_reads(files, shape)
+        wanted = self._wanted(plan, files)
+        self._grouped = None
+        shared = self._read_shared(wanted, planner, reads, shape)
+        tasks = self._tasks(wanted, shared, planner, reads, files, shape)
         with closing(finished(tasks, shape.num_in_flight)) as ended:
             for loaded, nbytes in ended:
                 self.nbytes_read += nbytes
@@ -127,22 +171,56 @@ class StoreReader(StorageReader):
             return False
         return True
 
-    def _tasks(
-        self, plan: LoadPlan, planner: LoadPlanner, files: CheckpointFiles, shape: ReadShape
-    ) -> Iterator[Task[list[Callable[[], None]]]]:
-        """The reads, large chunks first in each file. The planner is asked by the thread that takes them."""
+    def _record_reads(self, files: CheckpointFiles, shape: ReadShape) -> RecordReads:
         assert self._metadata is not None, "set_up_storage_reader comes first"
         assert self._opened is not None
-        reads = RecordReads(
-            files,
-            self._metadata.state_dict_metadata,
-            unit_nbytes=shape.unit_nbytes,
-            unchecked=self._opened.unchecked,
+        tensors = self._metadata.state_dict_metadata
+        return RecordReads(files, tensors, unit_nbytes=shape.unit_nbytes, unchecked=self._opened.unchecked)
+
+    def _read_shared(
+        self, wanted: Mapping[str, Sequence[WantedRecord]], planner: LoadPlanner, reads: RecordReads, shape: ReadShape
+    ) -> set[int]:
+        """Read with the other ranks of this node what was agreed on; the entry numbers of what that has filled."""
+        agreed, self._share = self._share, None
+        if agreed is None or self.sharing is None or self._entries is None:
+            return set()
+        share, rank = agreed
+        entries = {number: self._entries[number] for number in {run.number for run in share.runs}}
+        targets: dict[int, Passing] = {}
+        loaded: dict[int, list[Callable[[], None]]] = {}
+        for record in _large(wanted):
+            number = self._number(record)
+            if number in entries:
+                filled = [_target(planner, item, self._file(record.key)) for item in record.items]
+                passing = reads.passing(record, filled)
+                if passing is not None:
+                    targets[number] = Passing.of(*passing)
+                    loaded[number] = [self._counted(planner, *pair) for pair in zip(record.items, filled, strict=True)]
+        shared = SharedReads(
+            share, rank, self.sharing, lambda number, *place: reads.read_blocks(entries[number], *place), shape
         )
-        for key, records in self._wanted(plan, files).items():
+        try:
+            numbers = shared.fill(targets)
+        finally:
+            self.nbytes_read += shared.nbytes_read
+        for count in (count for number in numbers for count in loaded[number]):
+            count()
+        return set(numbers)
+
+    def _tasks(
+        self,
+        wanted: Mapping[str, Sequence[WantedRecord]],
+        shared: set[int],
+        planner: LoadPlanner,
+        reads: RecordReads,
+        files: CheckpointFiles,
+        shape: ReadShape,
+    ) -> Iterator[Task[list[Callable[[], None]]]]:
+        """The reads but for ``shared``, large ones first in each file. Who takes them asks the planner."""
+        for key, records in wanted.items():
             small = [record for record in records if _is_small(record)]
             for record in records:
-                if not _is_small(record):
+                if not _is_small(record) and not (shared and self._number(record) in shared):
                     targets = [_target(planner, item, files.shown(key)) for item in record.items]
                     loaded = [self._counted(planner, *pair) for pair in zip(record.items, targets, strict=True)]
                     yield Task(functools.partial(reads.read_large, record, targets), loaded)
@@ -181,13 +259,20 @@ class StoreReader(StorageReader):
 
     def _wanted(self, plan: LoadPlan, files: CheckpointFiles) -> dict[str, list[WantedRecord]]:
         """By file, in the order of their places in it."""
+        if self._grouped is not None and self._grouped[0] is plan:
+            return self._grouped[1]
         records = self._wanted_by_place(plan) if self._entries is None else self._wanted_entries(plan, files)
         by_file: dict[str, list[WantedRecord]] = defaultdict(list)
         for record in records:
             by_file[record.key].append(record)
         for of_file in by_file.values():
             of_file.sort(key=lambda record: record.offset)
+        self._grouped = plan, by_file
         return by_file
+
+    def _number(self, record: WantedRecord) -> int:
+        """Of its entry; -1 where it has none."""
+        return self._numbers[record.entry.fqn, record.entry.offsets] if record.entry is not None else -1
 
     def _wanted_entries(self, plan: LoadPlan, files: CheckpointFiles) -> list[WantedRecord]:
         """By the manifest, which belongs to this metadata: its digest says so."""
@@ -242,6 +327,10 @@ class StoreReader(StorageReader):
 def _is_small(record: WantedRecord) -> bool:
     """Whether it is read whole, together with its neighbours: Python objects always are."""
     return record.nbytes <= BLOCK_NBYTES or record.items[0].type == LoadItemType.BYTE_IO
+
+
+def _large(wanted: Mapping[str, Sequence[WantedRecord]]) -> Iterator[WantedRecord]:
+    return (record for records in wanted.values() for record in records if not _is_small(record))
 
 
 def _target(planner: LoadPlanner, item: ReadItem, file: str) -> torch.Tensor:

@@ -47,6 +47,11 @@ class Want:
     end: int
     """Block behind the last one."""
 
+    @property
+    def payload_nbytes(self) -> int:
+        """Of the run; the payload's last block may be short."""
+        return min(self.end * BLOCK_NBYTES, self.nbytes) - self.first * BLOCK_NBYTES
+
 
 @dataclass(frozen=True, slots=True)
 class ShareOffer:
@@ -84,7 +89,7 @@ class NodeShare:
     @property
     def nbytes(self) -> int:
         """Of all runs."""
-        return sum(min(run.end * BLOCK_NBYTES, run.nbytes) - run.first * BLOCK_NBYTES for run in self.runs)
+        return sum(run.payload_nbytes for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import functools
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -28,6 +28,7 @@ from ray_dcp.dcp_io.opened import OpenedCheckpoint
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.planning.per_rank import PerRankTemplate
+from ray_dcp.planning.shared_reads import ShareOffer
 from ray_dcp.planning.state_dict import is_stateful
 from ray_dcp.planning.template import TemplateCheck, TemplatePlanner, without_names
 from ray_dcp.points import Point, reached
@@ -70,6 +71,8 @@ class LoadRequest:
     planner: LoadPlanner
     strict: bool | str
     trusted: bool
+    share_reads: bool = True
+    """Whether ranks of one node may read for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +150,19 @@ def _plan(request: LoadRequest, template: _Template, metadata: Metadata, call: C
             local_plan = _plan_locally(request, template, metadata, call)
             carried = _carried(request, call) if call.rank == 0 else None
             check = request.planner.check() if isinstance(request.planner, TemplatePlanner) else None
+            offer = _shared_reads_offer(request, local_plan, call)
         problems = tuple(template.per_rank.problems(metadata.state_dict_metadata))
         sent = None if _has_no_global_step(request) else local_plan
-        contribution = LoadContribution(sent, without_names(check), request.strict, problems, carried)
+        contribution = LoadContribution(sent, without_names(check), request.strict, problems, carried, offer)
         answer = call.exchange("plan", contribution)
         if isinstance(answer, SendPlans):
             answer = call.exchange("plans", local_plan)
         if isinstance(answer, OnRankZero):
             answer = call.exchange("global plan", _plan_globally_here(request, answer))
-        final, unexpected = answer
+        final, unexpected, share = answer
         plan = request.planner.finish_plan(local_plan if final is None else final)
+        if isinstance(request.reader, StoreReader):
+            request.reader.share_reads(share, call.rank)
     return _planned(plan, check, unexpected)
 
 
@@ -165,6 +171,16 @@ def _plan_locally(request: LoadRequest, template: _Template, metadata: Metadata,
     planner.set_up_planner(template.values, metadata, is_coordinator)
     reader.set_up_storage_reader(metadata, is_coordinator, **accepted(reader.set_up_storage_reader, call.rank))
     return reader.prepare_local_plan(planner.create_local_plan())
+
+
+def _shared_reads_offer(request: LoadRequest, plan: LoadPlan, call: Call) -> ShareOffer | None:
+    """Only where nobody changes the plan or looks at what is read."""
+    planner, reader = request.planner, request.reader
+    # A subclass may read in its own way, and would then leave the others waiting.
+    plain = isinstance(reader, StoreReader) and type(reader).read_data is StoreReader.read_data
+    if not request.share_reads or call.world_size == 1 or type(planner) is not TemplatePlanner or not plain:
+        return None
+    return cast(StoreReader, reader).offer_shared_reads(plan, planner)
 
 
 def _plan_globally_here(request: LoadRequest, order: OnRankZero) -> Sequence[LoadPlan] | None:

@@ -11,10 +11,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_checkpoint
 from ray_dcp.errors import StateDictError
+from ray_dcp.planning.shared_reads import NodeShare, ShareOffer, plan_shares
 from ray_dcp.planning.template import TemplateCheck
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.session import Session, for_rank_zero, one_checkpoint_id
 from ray_dcp.protocol.wire import Carried
+
+Accepted = tuple[LoadPlan | None, tuple[str, ...], NodeShare | None]
+"""The answer to a rank's plan: the final one, unexpected names, its node's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class LoadContribution:
     strict: bool | str
     per_rank_problems: tuple[str, ...] = ()
     carried: Carried | tuple[LoadPlanner, StorageReader] | NoGlobalStep | None = None
+    offer: ShareOffer | None = None
+    """What ranks of its node could read for this one."""
 
 
 class LoadSession(Session):
@@ -91,7 +97,8 @@ class LoadSession(Session):
         self._carried = contributions[0].carried
         if isinstance(self._carried, NoGlobalStep):
             self._following["plan"] = "read"
-            return self._accept([part.plan for part in contributions])
+            shares = plan_shares([part.offer for part in contributions])
+            return self._accept([part.plan for part in contributions], shares)
         local_plans = [part.plan for part in contributions if part.plan is not None]
         if len(local_plans) < len(contributions):
             self._following["plan"] = "plans"
@@ -107,9 +114,15 @@ class LoadSession(Session):
         planner, reader = self._carried.unpack() if isinstance(self._carried, Carried) else self._carried
         return self._accept(plan_load_globally(planner, reader, local_plans))
 
-    def _accept(self, plans: Sequence[LoadPlan | None]) -> Sequence[tuple[LoadPlan | None, tuple[str, ...]]]:
-        """Final plans (None: the rank's own), and to every rank the names that no rank's template has."""
-        return [(plan, self._unexpected) for plan in plans]
+    def _accept(self, plans: Sequence[LoadPlan | None], shares: Sequence[NodeShare | None] = ()) -> Sequence[Accepted]:
+        """Final plans (None: the rank's own), to every rank the names that no rank's template has, and what it shares.
+
+        Ranks that get the same get one and the same object.
+        """
+        answers: dict[tuple[int, int], Accepted] = {}
+        for plan, share in zip(plans, shares or [None] * len(plans), strict=True):
+            answers.setdefault((id(plan), id(share)), (plan, self._unexpected, share))
+        return [answers[id(plan), id(share)] for plan, share in zip(plans, shares or [None] * len(plans), strict=True)]
 
 
 def plan_load_globally(

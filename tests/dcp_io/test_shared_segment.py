@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -51,6 +52,24 @@ def test_the_name_goes_with_whoever_leaves_and_the_memory_stays_for_the_others(s
             assert os.listdir(sharing.folder) == [f"{PREFIX}token"]
         assert os.listdir(sharing.folder) == []
         assert second.memory[0] == ord("x")
+
+
+def test_one_that_leaves_before_another_has_come_is_found_out_by_that_one(sharing):
+    patient = Sharing(sharing.folder, patience_s=60)
+    with opened(patient, 0):
+        pass
+    with opened(patient, 1) as second:
+        assert not second.everyone_reaches(Counter.READ, 1)
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_the_name_goes_when_one_never_comes(sharing, interrupted):
+    progress = Progress()
+    if interrupted:
+        progress.interrupt(InterruptedError("the call has failed"))
+    with opened(sharing) as first, working(progress, "read"), suppress(InterruptedError):
+        assert not first.everyone_reaches(Counter.SIGNS, 1)
+        assert not interrupted
 
 
 def test_one_that_left_is_not_waited_for_unless_it_got_there_before(sharing):
@@ -101,7 +120,7 @@ def test_one_that_waits_for_a_slow_one_gives_signs_to_those_who_wait_for_it(shar
 def test_a_rank_that_waits_can_be_interrupted(sharing):
     progress = Progress()
     progress.interrupt(InterruptedError("the call has failed"))
-    with opened(sharing) as first, working(progress, "read"), pytest.raises(InterruptedError):
+    with opened(sharing, 1), opened(sharing) as first, working(progress, "read"), pytest.raises(InterruptedError):
         first.everyone_reaches(Counter.READ, 1)
 
 
@@ -119,8 +138,8 @@ def test_no_room_is_an_error_that_the_others_hear_of(sharing, monkeypatch):
     with opened(patient, 0) as first, ThreadPoolExecutor(1) as threads:
         with pytest.raises(OSError, match="No space"):
             threads.submit(opened, patient, 1).result(10)
-        assert os.listdir(patient.folder) == []
-        assert not first.everyone_reaches(Counter.SIGNS, 1)
+        assert not first.everyone_reaches(Counter.READ, 1)
+        assert first.everyone_reaches(Counter.SIGNS, 1)
 
 
 def test_a_file_of_another_size_is_refused(sharing):
