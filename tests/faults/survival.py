@@ -9,11 +9,13 @@ import dataclasses
 from dataclasses import dataclass
 
 from ray_dcp.config import Limits
+from ray_dcp.storage.retry import RetryPolicy
 
 RAISED_S = 1.0
 DEAD_PROCESS_S = 5.0
 LOST_NODE_S = 20.0
 LOST_NODE_FAST_S = 5.0
+_RETRY = RetryPolicy()
 _DEFAULT = {field.name: getattr(Limits(), field.name) for field in dataclasses.fields(Limits)}
 
 
@@ -124,6 +126,17 @@ ROWS = (
         ),
     ),
     Row(
+        "an object store refuses connections, cuts them, or answers 5xx or 503",
+        "nothing: requests are made again; if it goes on, `CheckpointException` with how often it was tried and for how long",
+        f"{_RETRY.max_elapsed_s:g} s (`RetryPolicy.max_elapsed_s`)",
+        "the previous checkpoint, or the new one, whole",
+        (
+            "faults.test_s3_faults::test_any_one_request_of_a_save_fails_and_nobody_notices",
+            "faults.test_s3_faults::test_a_storm_that_does_not_end_fails_the_save_in_time_and_changes_nothing",
+            "faults.test_s3_faults::test_the_server_dies_in_saves_and_loads_and_comes_back",
+        ),
+    ),
+    Row(
         "a crash while an id is saved again",
         "",
         "",
@@ -164,7 +177,7 @@ ROWS = (
         "",
         "",
         (
-            "dcp_io.test_damage::test_a_flipped_bit_in_any_payload_names_file_and_value",
+            "dcp_io.test_damage::test_a_flipped_bit_in_any_payload_names_file_value_and_place",
             "test_fallback::test_the_newest_step_is_damaged_and_an_older_one_is_loaded_on_all_ranks",
         ),
     ),
