@@ -1,0 +1,106 @@
+"""Actors of one node that read for each other: what the kernel counts, and one that is killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+import torch
+
+import ray_dcp as dcp
+from ray_dcp.dcp_io.record_reads import RecordReads
+from ray_dcp.dcp_io.shared_segment import PREFIX
+
+pytestmark = pytest.mark.ray
+
+SHAPE = (2048, 1024)
+NAMES = [f"layer.{number}" for number in range(8)]
+NBYTES = len(NAMES) * 4 * SHAPE[0] * SHAPE[1]
+
+
+def value(name):
+    return torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE) + NAMES.index(name)
+
+
+def save_rows(rank, world_size, place):
+    rows = SHAPE[0] // world_size
+    state = {n: dcp.LocalShards(SHAPE, {(rows * rank, 0): value(n)[rows * rank :][:rows].clone()}) for n in NAMES}
+    dcp.save(state, checkpoint_id=place)
+
+
+def nbytes_read_by_process():
+    with open("/proc/self/io") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("rchar"))
+
+
+def load_columns(rank, world_size, place):
+    """Names that are wrong, bytes the kernel read for this process, bytes the report says were read and loaded."""
+    width = SHAPE[1] // world_size
+    template = {n: dcp.LocalShards(SHAPE, {(0, width * rank): torch.full((SHAPE[0], width), torch.nan)}) for n in NAMES}
+    before = nbytes_read_by_process()
+    report = dcp.load(template, checkpoint_id=place)
+    counted = nbytes_read_by_process() - before
+    wrong = [
+        n
+        for n in NAMES
+        if not torch.equal(template[n].chunks[(0, width * rank)], value(n)[:, width * rank :][:, :width])
+    ]
+    return wrong, counted, report.nbytes_read, report.nbytes_loaded
+
+
+def left_in_shared_memory():
+    return [name for name in os.listdir("/dev/shm") if name.startswith(PREFIX)]
+
+
+@pytest.mark.slow  # eight processes have to start
+def test_eight_actors_that_load_columns_of_what_two_saved_by_rows_read_each_byte_once(ranks, tmp_path):
+    ranks.ok(2, save_rows, tmp_path / "c")
+    ranks.ok(8, load_columns, tmp_path / "c")  # the first one imports what is imported at the first use
+    outcomes = ranks.ok(8, load_columns, tmp_path / "c")
+    assert [wrong for wrong, *_ in outcomes] == [[]] * 8
+    counted, read, loaded = (sum(column) for column in list(zip(*outcomes, strict=True))[1:])
+    assert (read, loaded) == (NBYTES, NBYTES)
+    assert counted < 1.1 * NBYTES
+    assert left_in_shared_memory() == []
+
+
+def load_and_kill(rank, world_size, place, die_at):
+    read_blocks, count = RecordReads.read_blocks, 0
+
+    def read(self, entry, start, into):
+        nonlocal count
+        count += 1
+        if rank == 1 and count == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        read_blocks(self, entry, start, into)
+
+    RecordReads.read_blocks = read
+    began_s = time.monotonic()
+    try:
+        load_columns(rank, world_size, place)
+    except dcp.CheckpointException as error:
+        return list(error.failed_ranks), time.monotonic() - began_s, str(error)
+    finally:
+        RecordReads.read_blocks = read_blocks
+    return "loaded"
+
+
+@pytest.mark.parametrize("die_at", [1, 6])
+def test_a_rank_that_is_killed_while_it_reads_for_others_is_named_by_all(ranks, tmp_path, die_at):
+    ranks.ok(2, save_rows, tmp_path / "c")
+    ranks.ok(4, load_columns, tmp_path / "c")
+    actors = ranks.actors(4)
+    calls = [
+        actor.run.remote(r, 4, "shared-4", load_and_kill, tmp_path / "c", die_at) for r, actor in enumerate(actors)
+    ]
+    try:
+        for rank in (0, 2, 3):
+            failed, took_s, told = ray.get(calls[rank], timeout=60)
+            assert failed == [1], told
+            assert took_s < 5
+        assert left_in_shared_memory() == []
+    finally:
+        ranks.forget()
