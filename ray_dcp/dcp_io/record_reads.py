@@ -141,7 +141,8 @@ class RecordReads:
             and target.nbytes == entry.payload_nbytes
             and len(entry.block_crcs) == 1
             and not self._unchecked
-            and is_direct(target, _DTYPES.get(entry.dtype or "", torch.uint8))
+            and _DTYPES.get(entry.dtype or "") is target.dtype
+            and is_direct(target, target.dtype)
         )
 
     def _put_all(self, entry: Entry, target: torch.Tensor, content: memoryview) -> None:

@@ -127,7 +127,7 @@ ROWS = (
     ),
     Row(
         "an object store refuses connections, cuts them, or answers 5xx or 503",
-        "nothing: requests are made again; if it goes on, `CheckpointException` with how often it was tried and for how long",
+        "nothing: requests are made again; if it goes on, `CheckpointException` that says how often and how long",
         f"{_RETRY.max_elapsed_s:g} s (`RetryPolicy.max_elapsed_s`)",
         "the previous checkpoint, or the new one, whole",
         (
