@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from ray_dcp.dcp_io.read_tasks import ReadShape
 from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, share_rules, want_of
-from ray_dcp.dcp_io.shared_segment import Sharing
+from ray_dcp.dcp_io.shared_segment import PREFIX, Sharing
 from ray_dcp.dcp_io.stored_chunk import Box, StoredChunk, plain_rows, read_large
 from ray_dcp.layout import BLOCK_NBYTES
 from ray_dcp.planning.shared_reads import ShareOffer, ShareRules, pack_wants, plan_shares, windows_of
+from ray_dcp.progress import Progress, working
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.memory import MemoryStore
 from ray_dcp.storage.parallel import ParallelStore
@@ -173,6 +174,43 @@ def test_one_that_stands_still_keeps_nobody_and_finds_what_it_expects_when_it_wa
     assert outcomes[0] != EVERYTHING
     assert outcomes[1] != EVERYTHING
     scene.require_right([outcomes[slot] for slot in range(NUM_MEMBERS)])
+
+
+def test_the_name_is_gone_before_anything_is_taken(tmp_path):
+    scene, left = Scene(tmp_path), []
+    scene.at_take = lambda slot: left.extend(os.listdir(tmp_path))
+    scene.require_right(scene.run())
+    assert left == [], "a process that is killed from here on would leave it"
+
+
+def test_what_killed_processes_left_goes_with_the_next_load(tmp_path):
+    old = tmp_path / f"{PREFIX}of another load"
+    old.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    scene = Scene(tmp_path)
+    scene.require_right(scene.run())
+
+
+@pytest.mark.parametrize("where", ["at_read", "at_take"])
+def test_a_member_stops_at_once_when_its_load_has_failed_elsewhere(tmp_path, where):
+    scene, progress, counts = Scene(tmp_path), Progress(), Counter()
+
+    def interrupt(slot, *_):
+        counts[slot] += 1
+        if slot == 1:
+            progress.interrupt(BrokenRead())
+
+    setattr(scene, where, interrupt)
+
+    def member(slot):
+        with working(progress if slot == 1 else Progress(), "read"):
+            return scene.member(slot)
+
+    with ThreadPoolExecutor(NUM_MEMBERS) as threads:
+        outcomes = list(threads.map(member, range(NUM_MEMBERS)))
+    assert isinstance(outcomes[1], BrokenRead)
+    assert counts[1] == 1
+    scene.require_right(outcomes)
 
 
 def test_one_that_never_comes_keeps_nobody(tmp_path):

@@ -207,6 +207,16 @@ def test_a_reader_of_the_users_own_is_left_alone(saved, memory):
     assert all(map(are_right, templates))
 
 
+def test_a_reader_can_be_used_again_by_one_rank_alone(saved, memory):
+    ranks, readers = ThreadRanks(4), [StoreReader(sharing=Sharing(str(memory))) for _ in range(4)]
+    require_no_errors(ranks.run(lambda rank: ranks.load_rank(rank, columns(rank, 4), saved, reader=readers[rank])))
+    before = readers[0].nbytes_read
+    template = columns(0, 4)
+    dcp.load(template, checkpoint_id=saved, storage_reader=readers[0], no_dist=True)
+    assert are_right(template)
+    assert readers[0].nbytes_read == before + NBYTES
+
+
 @pytest.mark.parametrize("lacking", ["room", "folder"])
 def test_without_shared_memory_every_rank_reads_by_itself(saved, memory, monkeypatch, caplog, lacking):
     def full(*_):
