@@ -18,7 +18,7 @@ from ray_dcp.dcp_io.shared_segment import PREFIX, Sharing
 from ray_dcp.dcp_io.stored_chunk import Box, StoredChunk, plain_rows, read_large
 from ray_dcp.layout import BLOCK_NBYTES
 from ray_dcp.planning.shared_reads import ShareOffer, ShareRules, pack_wants, plan_shares, windows_of
-from ray_dcp.progress import Progress, working
+from ray_dcp.progress import Progress, advance, working
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.memory import MemoryStore
 from ray_dcp.storage.parallel import ParallelStore
@@ -78,6 +78,7 @@ class Scene:
                 self.num_reads[slot] += 1
                 count = self.num_reads[slot]
             self.at_read(slot, count)
+            advance(len(into))  # as stores do
             into[:] = memoryview(self.records[number].view(torch.uint8).flatten().numpy())[start : start + len(into)]
             with self.lock:
                 self.reads.update(
