@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from ray_dcp.config import Limits
 from ray_dcp.errors import CoordinatorLostError
@@ -40,9 +41,8 @@ class CoordinatorLink:
         knock, knocked_s = None, time.monotonic()
         while True:
             try:
-                done, _ = ray.wait([reference], timeout=_LOOK_EVERY_S)
-                if done:
-                    return ray.get(reference).unwrap()
+                with suppress(GetTimeoutError):
+                    return ray.get(reference, timeout=_LOOK_EVERY_S).unwrap()
                 if knock is None:
                     knock, knocked_s = self._handle.generation.remote(), time.monotonic()
                 elif ray.wait([knock], timeout=0)[0]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError, ObjectTooShortError
-from ray_dcp.storage.reading import get_into
+from ray_dcp.storage.reading import Fill, get_into, opened
 from ray_dcp.storage.store import Store
 
 
@@ -31,6 +32,23 @@ class CheckpointFiles:
             get_into(self._store, key, offset, buffers)
         except (ObjectNotFoundError, ObjectTooShortError) as error:
             raise self._damaged(error, key, fqn, offset, sum(map(len, buffers))) from error
+
+    @contextmanager
+    def opened(self, key: str, fqn: str, offset: int, nbytes: int) -> Iterator[Fill]:
+        """``fill`` for several reads of one value, which lies at ``offset``."""
+        with ExitStack() as until_done:
+            try:
+                fill = until_done.enter_context(opened(self._store, key))
+            except ObjectNotFoundError as error:
+                raise self._damaged(error, key, fqn, offset, nbytes) from error
+
+            def told(at: int, buffers: Sequence[memoryview]) -> None:
+                try:
+                    fill(at, buffers)
+                except (ObjectNotFoundError, ObjectTooShortError) as error:
+                    raise self._damaged(error, key, fqn, at, sum(map(len, buffers))) from error
+
+            yield told
 
     def _damaged(self, error: Exception, key: str, fqn: str, offset: int, nbytes: int) -> CorruptCheckpointError:
         what = "its file ends too early" if isinstance(error, ObjectTooShortError) else "its file is missing"

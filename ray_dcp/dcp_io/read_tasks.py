@@ -22,6 +22,9 @@ from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.memory import MemoryStore
 from ray_dcp.storage.store import Store
 
+_LOCAL_UNIT_NBYTES = 2 * BLOCK_NBYTES
+"""Stays in a CPU's cache until it has been checked; measured against one, four and eight blocks."""
+
 T = TypeVar("T")
 
 
@@ -39,10 +42,10 @@ class ReadShape:
 
 
 def read_shape(store: Store) -> ReadShape:
-    """Local files come from the page cache, one block at a time, and are checked while the CPU's cache has them."""
+    """Local files come from the page cache, a few blocks at a time, and are checked while the CPU's cache has them."""
     if isinstance(store, LocalStore | MemoryStore):
         num_cpus = len(os.sched_getaffinity(0))
-        return ReadShape(BLOCK_NBYTES, 4 * BLOCK_NBYTES, 16 << 10, max(1, min(4, num_cpus // 4)))
+        return ReadShape(_LOCAL_UNIT_NBYTES, 4 * BLOCK_NBYTES, 16 << 10, max(1, min(4, num_cpus // 4)))
     return ReadShape(16 * BLOCK_NBYTES, 16 * BLOCK_NBYTES, 256 << 10, 8)
 
 

@@ -102,8 +102,8 @@ class RecordReads:
             if chunk is not None:
                 require_consistent(chunk, boxes)
         if chunk is not None and all(_is_plain(chunk, box) for box in boxes):
-            fill = functools.partial(self._files.fill, wanted.key, wanted.fqn)
-            return read_large(chunk, boxes, fill, scratch.take(self._unit_nbytes))
+            with self._files.opened(wanted.key, wanted.fqn, chunk.offset, chunk.nbytes) as fill:
+                return read_large(chunk, boxes, fill, scratch.take(self._unit_nbytes))
         if chunk is not None and wanted.entry is not None:
             get_verified = functools.partial(self._get_verified, wanted, chunk)
             return sum(read_box(get_verified, chunk, box) for box in boxes)

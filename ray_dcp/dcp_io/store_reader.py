@@ -33,7 +33,7 @@ from ray_dcp.dcp_io.metadata_file import decode_metadata
 from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_checkpoint
 from ray_dcp.dcp_io.read_tasks import ReadShape, Task, finished, joined, read_run, read_shape
 from ray_dcp.dcp_io.record_reads import RecordReads, WantedRecord
-from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, offer_of, want_of
+from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, offer_of, share_rules, want_of
 from ray_dcp.dcp_io.shared_segment import Sharing
 from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
 from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA
@@ -121,8 +121,8 @@ class StoreReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    def offer_shared_reads(self, plan: LoadPlan, planner: LoadPlanner) -> ShareOffer | None:
-        """What other ranks of this node could read for this one; None where it can share with nobody.
+    def offer_shared_reads(self, plan: LoadPlan, planner: LoadPlanner, world_size: int) -> ShareOffer | None:
+        """What others of ``world_size`` ranks could read for this one; None where it can share with nobody.
 
         What is wrong with the plan is told when it is read.
         """
@@ -130,6 +130,8 @@ class StoreReader(StorageReader):
             return None
         assert self._opened is not None
         store = open_store(self._opened.checkpoint_id)
+        if world_size < share_rules(store).min_repeats:
+            return None
         files = CheckpointFiles(store, self._opened.checkpoint_id)
         reads = self._record_reads(files, read_shape(store))
         wants: list[Want | None] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,7 @@ from ray_dcp.dcp_io.rows import Rows, put_elements, rows_of, spans
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import BLOCK_NBYTES
 from ray_dcp.staging.host_pieces import tensor_memory
-
-Fill = Callable[[int, Sequence[memoryview]], None]
-"""(offset in the file, buffers): fill them with what follows there."""
+from ray_dcp.storage.reading import Fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,10 @@ class StoredChunk:
         It begins and ends at blocks; where only the whole is checked, it is the whole.
         """
         if self.block_crcs is not None:
+            if len(content) <= BLOCK_NBYTES and start % BLOCK_NBYTES == 0:
+                if content and crc32(content) != self.block_crcs[start // BLOCK_NBYTES]:
+                    raise self.damaged(start, len(content))
+                return
             for number in range(start // BLOCK_NBYTES, -(-(start + len(content)) // BLOCK_NBYTES)):
                 at = number * BLOCK_NBYTES - start
                 block = content[at : at + BLOCK_NBYTES]

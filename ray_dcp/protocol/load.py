@@ -180,7 +180,7 @@ def _shared_reads_offer(request: LoadRequest, plan: LoadPlan, call: Call) -> Sha
     plain = isinstance(reader, StoreReader) and type(reader).read_data is StoreReader.read_data
     if not request.share_reads or call.world_size == 1 or type(planner) is not TemplatePlanner or not plain:
         return None
-    return cast(StoreReader, reader).offer_shared_reads(plan, planner)
+    return cast(StoreReader, reader).offer_shared_reads(plan, planner, call.world_size)
 
 
 def _plan_globally_here(request: LoadRequest, order: OnRankZero) -> Sequence[LoadPlan] | None:

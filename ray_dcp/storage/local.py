@@ -16,6 +16,7 @@ from ray_dcp.progress import advance
 from ray_dcp.storage.durable import Writeback, close_durably, fsync_folder, make_folder, preallocate, write_fully
 from ray_dcp.storage.failures import require_range, store_errors
 from ray_dcp.storage.keys import require_key, require_prefix
+from ray_dcp.storage.reading import Fill
 from ray_dcp.storage.store import ObjectWriter, Store, StoredObject
 
 _TEMPORARY = re.compile(r"\.ray_dcp_[0-9a-f]{32}\.tmp")
@@ -72,7 +73,7 @@ class LocalStore:
     def _put_new(self, key: str) -> Iterator[ObjectWriter]:
         path = self._path(key)
         with store_errors("create", url=self.url, key=key):
-            writer = _FileWriter(self._create(path), self._close, url=self.url, key=key)
+            writer = _FileWriter(self._create(path), self._close, syncs=self._sync_files, url=self.url, key=key)
         try:
             yield writer
             with store_errors("make durable", url=self.url, key=key):
@@ -96,9 +97,14 @@ class LocalStore:
     def get_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """See ``ReadsInto``."""
         with self._reading(key) as (descriptor, held):
-            wanted = require_range(url=self.url, key=key, held=held, offset=offset, nbytes=sum(map(len, buffers)))
-            end = _read_into(descriptor, list(buffers), offset)
-        require_range(url=self.url, key=key, held=end, offset=offset, nbytes=wanted)
+            require_range(url=self.url, key=key, held=held, offset=offset, nbytes=sum(map(len, buffers)))
+            self._read_into(key, descriptor, offset, buffers)
+
+    @contextmanager
+    def opened(self, key: str) -> Iterator[Fill]:
+        """See ``StaysOpen``."""
+        with self._reading(key) as (descriptor, _):
+            yield functools.partial(self._read_into, key, descriptor)
 
     def list(self, prefix: str = "") -> Sequence[StoredObject]:
         prefix = require_prefix(prefix, url=self.url)
@@ -149,6 +155,18 @@ class LocalStore:
     def _sync_folder(self, folder: str) -> None:
         if self._sync_files:
             fsync_folder(folder)
+
+    def _read_into(self, key: str, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers``; raises where the file ends before."""
+        if len(buffers) == 1 and buffers[0]:
+            nbytes = os.preadv(descriptor, buffers, offset)  # one read is all that is needed, nearly always
+            advance(nbytes)
+            if nbytes == len(buffers[0]):
+                return
+            offset, buffers = offset + nbytes, [buffers[0][nbytes:]]
+        wanted = sum(map(len, buffers))
+        end = _read_into(descriptor, list(buffers), offset)
+        require_range(url=self.url, key=key, held=end, offset=offset, nbytes=wanted)
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[tuple[int, int]]:
@@ -222,10 +240,10 @@ def without_sync(store: Store) -> Store:
 class _FileWriter:
     """Writes to one descriptor, which it closes exactly once."""
 
-    def __init__(self, descriptor: int, close: Callable[[int], None], *, url: str, key: str) -> None:
+    def __init__(self, descriptor: int, close: Callable[[int], None], *, syncs: bool, url: str, key: str) -> None:
         self._descriptor: int | None = descriptor
         self._close = close
-        self._writeback = Writeback(descriptor)
+        self._writeback = Writeback(descriptor) if syncs else None
         self._nbytes = 0
         self._reserved = 0
         self._url = url
@@ -237,7 +255,8 @@ class _FileWriter:
         with store_errors("write", url=self._url, key=self._key):
             written = write_fully(self._descriptor, chunk)
         self._nbytes += written
-        self._writeback.written_up_to(self._nbytes)
+        if self._writeback is not None:
+            self._writeback.written_up_to(self._nbytes)
         return written
 
     def preallocate(self, nbytes: int) -> None:
