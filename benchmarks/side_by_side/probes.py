@@ -10,6 +10,8 @@ import errno
 import mmap
 import os
 
+_PIECE_NBYTES = 1 << 20
+"""Some kernels make one piece of the page cache of each write, and look long for room for a large one."""
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
@@ -26,8 +28,8 @@ class Limit(enum.Enum):
 
 
 PROBES_OF = {
-    Limit.WRITE: ("write", "write_direct"),
-    Limit.CACHE_WRITE: ("write_unsynced",),
+    Limit.WRITE: ("write", "write_pieces", "write_direct"),
+    Limit.CACHE_WRITE: ("write_unsynced", "write_unsynced_pieces"),
     Limit.READ: ("read",),
     Limit.COPY: ("copy",),
 }
@@ -49,6 +51,10 @@ class Probes:
         self._write(path, 0, self._nbytes)
         return True
 
+    def write_pieces(self, path: str) -> bool:
+        self._write(f"{path}.pieces", 0, self._nbytes, piece_nbytes=_PIECE_NBYTES)
+        return True
+
     def write_direct(self, path: str) -> bool:
         """Whole pages only: the last one is written to its end."""
         try:
@@ -61,6 +67,10 @@ class Probes:
 
     def write_unsynced(self, path: str) -> bool:
         self._write(f"{path}.unsynced", 0, self._nbytes, sync=False)
+        return True
+
+    def write_unsynced_pieces(self, path: str) -> bool:
+        self._write(f"{path}.unsynced_pieces", 0, self._nbytes, sync=False, piece_nbytes=_PIECE_NBYTES)
         return True
 
     def read(self, path: str) -> bool:
@@ -77,12 +87,14 @@ class Probes:
         self._other[:] = self._buffer
         return True
 
-    def _write(self, path: str, extra_flags: int, nbytes: int, *, sync: bool = True) -> None:
+    def _write(
+        self, path: str, extra_flags: int, nbytes: int, *, sync: bool = True, piece_nbytes: int | None = None
+    ) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | extra_flags, 0o666)
         try:
             rest = self._buffer[:nbytes]
             while rest:
-                rest = rest[_at_least_one(os.write(descriptor, rest)) :]
+                rest = rest[_at_least_one(os.write(descriptor, rest[:piece_nbytes])) :]
             if sync:
                 os.fsync(descriptor)
         finally:
