@@ -22,7 +22,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,8 @@ def _compare(options: argparse.Namespace, console: Any) -> dict[str, Any]:
         where = machine.this_machine(folder)
         console.print(tables.heading(where, sides, options.runs), highlight=False)
         console.print(tables.banner(company.objections_at_start()))
-        results, spread = _measure(options, sides, folder, console)
-    objections = company.objections()
+        # Asked while Ray runs: what its processes have done cannot be told from a stranger's work once they are gone.
+        results, spread, objections = _measure(options, sides, folder, console, company.objections)
     verified = all(result.verified for result in [*results, *spread])
     valid = verified and not objections and not options.quick
     lines = lines_of(results, spread)
@@ -146,9 +146,13 @@ def _compare(options: argparse.Namespace, console: Any) -> dict[str, Any]:
 
 
 def _measure(
-    options: argparse.Namespace, sides: Sequence[str], folder: str, console: Any
-) -> tuple[list[Any], list[Any]]:
-    """What the chosen workloads have shown."""
+    options: argparse.Namespace,
+    sides: Sequence[str],
+    folder: str,
+    console: Any,
+    objections: Callable[[], list[str]],
+) -> tuple[list[Any], list[Any], list[str]]:
+    """What the chosen workloads have shown, and ``objections`` to it."""
     from side_by_side import cluster, rounds, spread, tables, workloads
 
     size = options.size if not options.quick else _QUICK_NBYTES
@@ -169,7 +173,7 @@ def _measure(
         on = rounds.Place(ranks, cluster.coordinator_of(ranks), folder)
         results = [rounds.measure_workload(workload, sides, on, options.runs, step) for workload in chosen]
         read = [spread.measure_spread(each, sides, on, cluster.readers, step) for each in spreads]
-    return results, read
+        return results, read, objections()
 
 
 def _show(results: Sequence[Any], spread: Sequence[Any], lines: Sequence[Any], valid: bool, console: Any) -> None:
