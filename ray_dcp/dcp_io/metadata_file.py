@@ -228,8 +228,10 @@ def decode_python(content: IO[bytes], *, file: str, fqn: str, trusted: bool, map
     With ``trusted`` anything is loaded, running what it says. Without it only tensors, plain containers, numpy
     arrays and what the user allowed by ``torch.serialization.add_safe_globals``; else ``UnsafeDataError``.
     """
-    with suppress(NotAScalarError):
+    try:
         return read_scalar(content)
+    except NotAScalarError:
+        pass
     try:
         with _numpy_allowed():
             return torch.load(content, map_location=map_location, weights_only=not trusted)

@@ -33,6 +33,7 @@ from ray_dcp.dcp_io.stored_chunk import (
 )
 from ray_dcp.dcp_io.torch_record import find_payload
 from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.layout import BLOCK_NBYTES
 from ray_dcp.manifest import Entry
 from ray_dcp.staging.host_pieces import tensor_memory
 from ray_dcp.zip_record import LOCAL_SIGNATURE, NotARecordError
@@ -126,9 +127,12 @@ class RecordReads:
 
     def hold_python(self, wanted: WantedRecord, held: list[bytes], content: memoryview) -> None:
         """Append the checked record of a Python object to ``held``."""
-        if wanted.entry is not None:
-            self._as_chunk(wanted.entry, torch.uint8, (wanted.entry.payload_nbytes,)).verify(content)
-            held.append(bytes(content))
+        entry = wanted.entry
+        if entry is not None:
+            value = bytes(content)
+            if len(value) > BLOCK_NBYTES or self._unchecked or entry.block_crcs != (crc32(value),):
+                self._as_chunk(entry, torch.uint8, (entry.payload_nbytes,)).verify(content)
+            held.append(value)
             return
         record = _transformed(wanted.info, bytes(content))
         self._verify_zip(record, wanted)
