@@ -14,7 +14,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ray_dcp.checksums import BlockChecksums, block_crcs, crc32, crc_of_blocks
 from ray_dcp.dcp_io.tensor_pickle import tensor_pickle
-from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
 from ray_dcp.staging.host_pieces import host_pieces, small_content
 from ray_dcp.storage.chunks import chunk_bytes
@@ -108,20 +107,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     return tensor.detach().as_subclass(torch.Tensor)
-
-
-def verify_blocks(content: memoryview, crcs: tuple[int, ...], *, file: str, fqn: str, offset: int) -> None:
-    """Raise ``CorruptCheckpointError`` unless each block of ``content`` has its CRC; it starts at a block."""
-    for number, crc in enumerate(crcs):
-        block = content[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES]
-        if crc32(block) != crc:
-            raise CorruptCheckpointError(
-                "stored bytes fail their checksum: the file was damaged after it was written",
-                file=file,
-                fqn=fqn,
-                offset=offset + number * BLOCK_NBYTES,
-                nbytes=len(block),
-            )
 
 
 def _pad(sink: ObjectWriter) -> int:

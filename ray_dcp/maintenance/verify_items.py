@@ -75,10 +75,6 @@ class FilePlan:
     """What there is of it; up to the last item's end where no listing shows the file."""
     items: Sequence[Item]
 
-    @property
-    def items_end(self) -> int:
-        return self.items[-1].end if self.items else 0
-
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
