@@ -36,10 +36,6 @@ class StoredChunk:
         It begins and ends at blocks; where only the whole is checked, it is the whole.
         """
         if self.block_crcs is not None:
-            if len(content) <= BLOCK_NBYTES and start % BLOCK_NBYTES == 0:
-                if content and crc32(content) != self.block_crcs[start // BLOCK_NBYTES]:
-                    raise self.damaged(start, len(content))
-                return
             for number in range(start // BLOCK_NBYTES, -(-(start + len(content)) // BLOCK_NBYTES)):
                 at = number * BLOCK_NBYTES - start
                 block = content[at : at + BLOCK_NBYTES]
