@@ -4,13 +4,15 @@
 
 Everything that may be wrong with the template is found before ``==plan==`` is answered, so before a byte is copied.
 Tensors are filled in place while reading; Python values are put in place, and ``load_state_dict`` is called, only when
-every rank has all its bytes.
+every rank has all its bytes. Where no rank has anything of the kind, nothing can fail any more: ``==restore==`` is left
+out.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -114,9 +116,11 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
     template = _collect_template(request, call)
     with phase(call, "read"), template.per_rank.expanded(metadata.state_dict_metadata), torch.no_grad():
         planned = _plan(request, template, metadata, call)
-        for put_python_value in _read(request, planned, call):
+        puts = _read(request, planned, call)
+        any_restores: bool = call.exchange("read", bool(puts) or _runs_code_to_restore(request))
+        for put_python_value in puts:
             put_python_value()
-    _restore(request, template, call)
+    _restore(request, template, call, together=any_restores)
     return _report(request, planned)
 
 
@@ -227,9 +231,12 @@ def _read(request: LoadRequest, planned: _PlannedLoad, call: Call) -> list[Calla
         planner = _PythonValuesLater(request.planner, kept_back)
     with collector_paused():
         request.reader.read_data(planned.plan, planner).wait()
-        puts = [_python_put(request, item, content) for item, content in kept_back]
-    call.exchange("read", None)
-    return puts
+        return [_python_put(request, item, content) for item, content in kept_back]
+
+
+def _runs_code_to_restore(request: LoadRequest) -> bool:
+    plain = type(request.state_dict) in (dict, OrderedDict)
+    return not plain or any(is_stateful(value) for value in request.state_dict.values())
 
 
 def _python_put(request: LoadRequest, item: ReadItem, content: io.BytesIO) -> Callable[[], None]:
@@ -243,7 +250,8 @@ def _python_put(request: LoadRequest, item: ReadItem, content: io.BytesIO) -> Ca
     return functools.partial(planner.load_bytes, item, content)
 
 
-def _restore(request: LoadRequest, template: _Template, call: Call) -> None:
+def _restore(request: LoadRequest, template: _Template, call: Call, *, together: bool) -> None:
+    """Put everything in place; ``together``, return when all ranks have."""
     with phase(call, "restore"):
         reached(Point.BEFORE_RESTORE)
         for key, loaded in template.values.items():
@@ -253,7 +261,8 @@ def _restore(request: LoadRequest, template: _Template, call: Call) -> None:
             else:
                 request.state_dict[key] = loaded
         reached(Point.AFTER_RESTORE)
-        call.exchange("restore", None)
+        if together:
+            call.exchange("restore", None)
 
 
 def _report(request: LoadRequest, planned: _PlannedLoad) -> LoadReport:

@@ -60,7 +60,8 @@ class LoadContribution:
 class LoadSession(Session):
     """open: the checkpoint, once for all. plan: local plans to final plans, after all checks.
 
-    read: every rank has all bytes. restore: every rank has put them where they belong.
+    read: every rank has all bytes. restore: every rank has put them where they belong; only where some rank runs code
+    for that.
     """
 
     first_phase: ClassVar[str] = "open"
@@ -68,7 +69,7 @@ class LoadSession(Session):
     def __init__(self) -> None:
         self.checkpoint_id = ""
         self._carried: Carried | tuple[LoadPlanner, StorageReader] | NoGlobalStep | None = None
-        self._following: dict[str, str] = {"open": "plan", "read": "restore"}
+        self._following: dict[str, str] = {"open": "plan"}
         self._unexpected: tuple[str, ...] = ()
 
     def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
@@ -77,7 +78,7 @@ class LoadSession(Session):
             "plan": self._plan,
             "plans": self._plan_globally,
             "global plan": lambda parts: self._accept(parts[0]),
-            "read": lambda parts: [None] * len(parts),
+            "read": self._read,
             "restore": lambda parts: [None] * len(parts),
         }
         return steps[phase](contributions)
@@ -104,6 +105,12 @@ class LoadSession(Session):
             self._following["plan"] = "plans"
             return [SendPlans()] * len(contributions)
         return self._plan_globally(local_plans, phase="plan")
+
+    def _read(self, restores: Sequence[bool]) -> Sequence[bool]:
+        """Whether any rank runs code, which may fail, to restore."""
+        if any(restores):
+            self._following["read"] = "restore"
+        return [any(restores)] * len(restores)
 
     def _plan_globally(self, local_plans: Sequence[LoadPlan], phase: str = "plans") -> Sequence[Any]:
         assert not isinstance(self._carried, NoGlobalStep)

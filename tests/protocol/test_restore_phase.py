@@ -1,0 +1,86 @@
+"""A load's last phase: there where some rank runs code to put things in place, and only there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+
+import pytest
+import torch
+
+from ray_dcp.protocol.call import RemoteCall
+from tests.ranks import ThreadRanks, require_no_errors
+
+WITHOUT = ["open", "plan", "read"]
+
+
+class Counter:
+    def __init__(self):
+        self.num = torch.zeros(1)
+
+    def state_dict(self):
+        return {"num": self.num}
+
+    def load_state_dict(self, state_dict):
+        self.num = state_dict["num"]
+
+
+class OwnDict(dict):
+    """May do anything when something is put into it."""
+
+
+@pytest.fixture
+def phases(monkeypatch):
+    """The phases of each rank, in order."""
+    seen = defaultdict(list)
+    exchange = RemoteCall.exchange
+
+    def noted(self, phase, part):
+        seen[self.rank].append(phase)
+        return exchange(self, phase, part)
+
+    monkeypatch.setattr(RemoteCall, "exchange", noted)
+    return seen
+
+
+def everything(rank):
+    return {"w": torch.ones(2), "model": {"b": torch.ones(3)}, "step": 7, "count": Counter()}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    require_no_errors(ThreadRanks(3).save(everything, tmp_path / "c"))
+    return tmp_path / "c"
+
+
+def nan(*sizes):
+    return torch.full(sizes, float("nan"))
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_tensors_alone_are_in_place_when_all_ranks_have_read(saved, phases, kind):
+    templates = [kind(w=nan(2), model={"b": nan(3)}) for _ in range(3)]
+    require_no_errors(ThreadRanks(3).load(templates, saved))
+    assert phases == {rank: WITHOUT for rank in range(3)}
+    for template in templates:
+        assert torch.equal(template["w"], torch.ones(2))
+        assert torch.equal(template["model"]["b"], torch.ones(3))
+
+
+def python_value():
+    return {"w": nan(2), "step": None}
+
+
+def stateful():
+    return {"w": nan(2), "count": Counter()}
+
+
+def own_dict():
+    return OwnDict(w=nan(2))
+
+
+@pytest.mark.parametrize("one", [python_value, stateful, own_dict])
+def test_one_rank_that_runs_code_has_all_wait_for_it(saved, phases, one):
+    templates = [{"w": nan(2)}, one(), {"w": nan(2)}]
+    require_no_errors(ThreadRanks(3).load(templates, saved))
+    assert phases == {rank: [*WITHOUT, "restore"] for rank in range(3)}
+    assert all(torch.equal(template["w"], torch.ones(2)) for template in templates)
