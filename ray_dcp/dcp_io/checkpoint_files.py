@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError, ObjectTooShortError
 from ray_dcp.storage.reading import Fill, get_into, opened
 from ray_dcp.storage.store import Store
+
+Buffers = Sequence[memoryview]
 
 
 class CheckpointFiles:
@@ -27,28 +29,22 @@ class CheckpointFiles:
         except (ObjectNotFoundError, ObjectTooShortError) as error:
             raise self._damaged(error, key, fqn, offset, nbytes) from error
 
-    def fill(self, key: str, fqn: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def fill(self, key: str, fqn: str, offset: int, buffers: Buffers) -> None:
         try:
             get_into(self._store, key, offset, buffers)
         except (ObjectNotFoundError, ObjectTooShortError) as error:
             raise self._damaged(error, key, fqn, offset, sum(map(len, buffers))) from error
 
-    @contextmanager
-    def opened(self, key: str, fqn: str, offset: int, nbytes: int) -> Iterator[Fill]:
-        """``fill`` for several reads of one value, which lies at ``offset``."""
-        with ExitStack() as until_done:
-            try:
-                fill = until_done.enter_context(opened(self._store, key))
-            except ObjectNotFoundError as error:
-                raise self._damaged(error, key, fqn, offset, nbytes) from error
+    def opened(self, key: str) -> AbstractContextManager[Fill]:
+        """A file for several reads through ``fill_from``, within the block."""
+        return opened(self._store, key)
 
-            def told(at: int, buffers: Sequence[memoryview]) -> None:
-                try:
-                    fill(at, buffers)
-                except (ObjectNotFoundError, ObjectTooShortError) as error:
-                    raise self._damaged(error, key, fqn, at, sum(map(len, buffers))) from error
-
-            yield told
+    def fill_from(self, opened_file: Callable[[], Fill], key: str, fqn: str, offset: int, buffers: Buffers) -> None:
+        """``fill`` from a file that is open, or that ``opened_file`` opens."""
+        try:
+            opened_file()(offset, buffers)
+        except (ObjectNotFoundError, ObjectTooShortError) as error:
+            raise self._damaged(error, key, fqn, offset, sum(map(len, buffers))) from error
 
     def _damaged(self, error: Exception, key: str, fqn: str, offset: int, nbytes: int) -> CorruptCheckpointError:
         what = "its file ends too early" if isinstance(error, ObjectTooShortError) else "its file is missing"

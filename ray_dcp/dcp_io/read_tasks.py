@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -20,10 +21,12 @@ from ray_dcp.progress import stopped_by
 from ray_dcp.staging.host_pieces import tensor_memory
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.memory import MemoryStore
+from ray_dcp.storage.reading import Fill
 from ray_dcp.storage.store import Store
 
 _LOCAL_UNIT_NBYTES = 2 * BLOCK_NBYTES
 """Stays in a CPU's cache until it has been checked; measured against one, four and eight blocks."""
+_LOCAL_BATCH_NBYTES = 512 * BLOCK_NBYTES
 
 T = TypeVar("T")
 
@@ -39,13 +42,16 @@ class ReadShape:
     max_gap_nbytes: int
     """Between two of them: more is left out."""
     num_in_flight: int
+    batch_nbytes: int = 0
+    """Of large payloads that are read one after the other without a look at anything else; 0: each by itself."""
 
 
 def read_shape(store: Store) -> ReadShape:
     """Local files come from the page cache, a few blocks at a time, and are checked while the CPU's cache has them."""
     if isinstance(store, LocalStore | MemoryStore):
         num_cpus = len(os.sched_getaffinity(0))
-        return ReadShape(_LOCAL_UNIT_NBYTES, 4 * BLOCK_NBYTES, 16 << 10, max(1, min(4, num_cpus // 4)))
+        num_in_flight = max(1, min(4, num_cpus // 4))
+        return ReadShape(_LOCAL_UNIT_NBYTES, 4 * BLOCK_NBYTES, 16 << 10, num_in_flight, _LOCAL_BATCH_NBYTES)
     return ReadShape(16 * BLOCK_NBYTES, 16 * BLOCK_NBYTES, 256 << 10, 8)
 
 
@@ -80,27 +86,56 @@ def joined(parts: Sequence[P], shape: ReadShape) -> Iterator[list[P]]:
         yield run
 
 
-class Scratch:
-    """A thread's memory for bytes that do not go straight to where they belong."""
+def batches(parts: Sequence[P], nbytes: int) -> Iterator[list[P]]:
+    """``parts`` in their order; each batch but the last is the shortest that has ``nbytes``, and never empty."""
+    batch: list[P] = []
+    held = 0
+    for part in parts:
+        batch.append(part)
+        held += part.nbytes
+        if held >= nbytes:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+class Lane:
+    """What one thread of a rank's reads keeps from read to read: some memory, and the file it last read, open."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._until_next = ExitStack()
+        self._key: str | None = None
+        self._fill: Fill | None = None
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of ``nbytes``, the same memory as before."""
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor for bytes that do not go straight to where they belong; the same memory each time."""
         if len(self._held) < nbytes:
             self._held = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._held[:nbytes]
 
+    def file(self, files: CheckpointFiles, key: str) -> Fill:
+        """Read a file of the one checkpoint that this lane is for; it stays open until another is asked for."""
+        if self._fill is None or self._key != key:
+            self.close()
+            self._fill = self._until_next.enter_context(files.opened(key))
+            self._key = key
+        return self._fill
+
+    def close(self) -> None:
+        self._fill = None
+        self._until_next.close()
+
 
 def read_run(
-    files: CheckpointFiles, run: Sequence[Part], uses: Sequence[Callable[[memoryview], None]], scratch: Scratch
+    files: CheckpointFiles, run: Sequence[Part], uses: Sequence[Callable[[memoryview], None]], lane: Lane
 ) -> int:
     """Read all parts of a run, which are of one file, at once, and give each its bytes; how many were read."""
     start = run[0].offset
     end = max(part.offset + part.nbytes for part in run)
     try:
-        held = tensor_memory(scratch.take(end - start))
+        held = tensor_memory(lane.memory(end - start))
     except RuntimeError:
         # So much memory is not there. Is the file as long, or is the number wrong?
         for part in run:
@@ -122,7 +157,7 @@ def read_run(
 class Task(Generic[T]):
     """One read: ``read`` does it and returns how many bytes it took; what it was for is done then."""
 
-    read: Callable[[Scratch], int]
+    read: Callable[[Lane], int]
     done: T
 
 
@@ -133,27 +168,30 @@ def finished(tasks: Iterable[Task[T]], num_in_flight: int) -> Generator[tuple[T,
     end closes it: nothing is read any more once it has ended, in whatever way.
     """
     if num_in_flight == 1:
-        scratch = Scratch()
-        for task in tasks:
-            yield task.done, task.read(scratch)
+        with closing(Lane()) as lane:
+            for task in tasks:
+                yield task.done, task.read(lane)
         return
-    spare: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
-    for _ in range(num_in_flight):
-        spare.put(Scratch())
+    lanes = [Lane() for _ in range(num_in_flight)]
+    spare: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+    for lane in lanes:
+        spare.put(lane)
     stop = threading.Event()
     # Torch keeps it for each thread, and only within it may the tensors made in it be filled.
     in_inference = torch.is_inference_mode_enabled()
 
     def read(task: Task[T]) -> int:
-        scratch = spare.get()
+        lane = spare.get()
         try:
             with stopped_by(stop), torch.inference_mode(in_inference):
-                return task.read(scratch)
+                return task.read(lane)
         finally:
-            spare.put(scratch)
+            spare.put(lane)
 
     under_way: dict[Future[int], Task[T]] = {}
-    with ThreadPoolExecutor(num_in_flight, thread_name_prefix="ray_dcp_read") as pool:
+    with ExitStack() as at_end, ThreadPoolExecutor(num_in_flight, thread_name_prefix="ray_dcp_read") as pool:
+        for lane in lanes:
+            at_end.callback(lane.close)
         try:
             for task in tasks:
                 under_way[pool.submit(contextvars.copy_context().run, read, task)] = task

@@ -21,14 +21,14 @@ from ray_dcp.checksums import crc32
 from ray_dcp.dcp_io.box import read_box
 from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
 from ray_dcp.dcp_io.metadata_file import decode_python
-from ray_dcp.dcp_io.read_tasks import Scratch
+from ray_dcp.dcp_io.read_tasks import Lane
 from ray_dcp.dcp_io.stored_chunk import (
     Box,
+    LargeRead,
     StoredChunk,
     is_direct,
     plain_rows,
     put_small,
-    read_large,
     require_consistent,
 )
 from ray_dcp.dcp_io.torch_record import find_payload
@@ -92,23 +92,37 @@ class RecordReads:
         start = found.offset - wanted.offset
         put_small(found, boxes, content[start : start + found.nbytes])
 
-    def read_large(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], scratch: Scratch) -> int:
-        """Fill ``targets`` from the blocks that hold them; how many bytes were read."""
+    def large_read(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> Callable[[Lane], int]:
+        """What fills ``targets`` from the blocks that hold them, and returns how many bytes it read."""
+        if wanted.entry is None:
+            return functools.partial(self._read_torch_record, wanted, targets)
         boxes = _boxes(wanted, targets)
-        if wanted.entry is not None:
-            chunk: StoredChunk | None = self._chunk(wanted.entry, boxes)
-        else:
-            get = functools.partial(self._files.get, wanted.key, wanted.fqn)
-            chunk = self._payload_of_torch(wanted, lambda offset, nbytes: get(wanted.offset + offset, nbytes))
-            if chunk is not None:
-                require_consistent(chunk, boxes)
-        if chunk is not None and all(_is_plain(chunk, box) for box in boxes):
-            with self._files.opened(wanted.key, wanted.fqn, chunk.offset, chunk.nbytes) as fill:
-                return read_large(chunk, boxes, fill, scratch.take(self._unit_nbytes))
-        if chunk is not None and wanted.entry is not None:
-            get_verified = functools.partial(self._get_verified, wanted, chunk)
-            return sum(read_box(get_verified, chunk, box) for box in boxes)
-        content = self._files.get(wanted.key, wanted.fqn, wanted.offset, wanted.nbytes)
+        chunk = self._chunk(wanted.entry, boxes)
+        direct = LargeRead.of(chunk, boxes, self._unit_nbytes)
+        if direct is None:
+            return functools.partial(self._read_boxes, wanted, chunk, boxes)
+        return functools.partial(self._run, direct, wanted.key, wanted.fqn)
+
+    def _run(self, direct: LargeRead, key: str, fqn: str, lane: Lane) -> int:
+        opened_file = functools.partial(lane.file, self._files, key)
+        fill = functools.partial(self._files.fill_from, opened_file, key, fqn)
+        return direct.run(fill, lane.memory)
+
+    def _read_boxes(self, wanted: WantedRecord, chunk: StoredChunk, boxes: Sequence[Box], _: Lane) -> int:
+        get_verified = functools.partial(self._get_verified, wanted, chunk)
+        return sum(read_box(get_verified, chunk, box) for box in boxes)
+
+    def _read_torch_record(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], lane: Lane) -> int:
+        """Where the payload lies only the record itself says."""
+        get = functools.partial(self._files.get, wanted.key, wanted.fqn)
+        chunk = self._payload_of_torch(wanted, lambda offset, nbytes: get(wanted.offset + offset, nbytes))
+        if chunk is not None:
+            boxes = _boxes(wanted, targets)
+            require_consistent(chunk, boxes)
+            direct = LargeRead.of(chunk, boxes, self._unit_nbytes)
+            if direct is not None:
+                return self._run(direct, wanted.key, wanted.fqn, lane)
+        content = get(wanted.offset, wanted.nbytes)
         self._load_with_torch(wanted, targets, content)
         return len(content)
 
@@ -246,10 +260,6 @@ class RecordReads:
 
 def _boxes(wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> list[Box]:
     return [Box(tuple(item.storage_offsets), target) for item, target in zip(wanted.items, targets, strict=True)]
-
-
-def _is_plain(chunk: StoredChunk, box: Box) -> bool:
-    return not box.target.numel() or (is_direct(box.target, chunk.dtype) and plain_rows(chunk, box) is not None)
 
 
 def _is_in_rows(chunk: StoredChunk, box: Box) -> bool:

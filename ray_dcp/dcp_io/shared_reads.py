@@ -18,7 +18,7 @@ import torch
 
 from ray_dcp.checksums import crc32
 from ray_dcp.dcp_io.opened import OpenedCheckpoint
-from ray_dcp.dcp_io.read_tasks import ReadShape, Scratch, Task, finished
+from ray_dcp.dcp_io.read_tasks import Lane, ReadShape, Task, finished
 from ray_dcp.dcp_io.rows import Rows, put_elements
 from ray_dcp.dcp_io.shared_segment import Counter, SharedSegment, Sharing, remove_stale
 from ray_dcp.dcp_io.stored_chunk import Box, StoredChunk, plain_rows
@@ -181,7 +181,7 @@ class SharedReads:
                 segment.sign()
         segment.tell(Counter.READ, number + 1)
 
-    def _read_part(self, piece: Piece, at: int, into: memoryview, scratch: Scratch) -> int:
+    def _read_part(self, piece: Piece, at: int, into: memoryview, lane: Lane) -> int:
         self._read_blocks(piece.number, piece.start + at, into)
         return len(into)
 

@@ -13,15 +13,12 @@ torch wrote in a form of its own (a transposed one, say).
 
 from __future__ import annotations
 
-import functools
-import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -31,23 +28,16 @@ from torch.futures import Future
 from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
 from ray_dcp.dcp_io.metadata_file import decode_metadata
 from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_checkpoint
-from ray_dcp.dcp_io.read_tasks import ReadShape, Task, finished, joined, read_run, read_shape
+from ray_dcp.dcp_io.read_tasks import ReadShape, finished, read_shape
 from ray_dcp.dcp_io.record_reads import RecordReads, WantedRecord
+from ray_dcp.dcp_io.record_tasks import Loaded, RecordTasks, large_of
 from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, offer_of, share_rules, want_of
 from ray_dcp.dcp_io.shared_segment import Sharing
 from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
-from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA
+from ray_dcp.layout import MANIFEST, METADATA
 from ray_dcp.manifest import EntryTable, as_table, decode_manifest
 from ray_dcp.planning.shared_reads import NodeShare, ShareOffer, Want
 from ray_dcp.storage.open import open_store
-
-
-class NamedBytes(io.BytesIO):
-    """A stored Python object on its way to the planner; ``name`` is its file, as opened files have it."""
-
-    def __init__(self, content: bytes, name: str) -> None:
-        super().__init__(content)
-        self.name = name
 
 
 class StoreReader(StorageReader):
@@ -136,7 +126,7 @@ class StoreReader(StorageReader):
         reads = self._record_reads(files, read_shape(store))
         wants: list[Want | None] = []
         with suppress(CorruptCheckpointError):
-            for record in _large(self._wanted(plan, files)):
+            for record in large_of(self._wanted(plan, files)):
                 passing = reads.passing(record, [planner.resolve_tensor(item).detach() for item in record.items])
                 wants.append(want_of(self._number(record), *passing) if passing is not None else None)
         return offer_of([want for want in wants if want is not None], self.sharing, store, self._opened)
@@ -154,13 +144,17 @@ class StoreReader(StorageReader):
         reads = self._record_reads(files, shape)
         wanted = self._wanted(plan, files)
         self._grouped = None
-        shared = self._read_shared(wanted, planner, reads, shape)
-        tasks = self._tasks(wanted, shared, planner, reads, files, shape)
-        with closing(finished(tasks, shape.num_in_flight)) as ended:
-            for loaded, nbytes in ended:
-                self.nbytes_read += nbytes
-                for count in loaded:
-                    count()
+        tasks = RecordTasks(planner, reads, files, shape)
+        try:
+            shared = self._read_shared(wanted, tasks, reads, shape)
+            left_to_read = tasks.of(wanted, lambda record: bool(shared) and self._number(record) in shared)
+            with closing(finished(left_to_read, shape.num_in_flight)) as ended:
+                for loaded, nbytes in ended:
+                    self.nbytes_read += nbytes
+                    for count in loaded:
+                        count()
+        finally:
+            self.nbytes_loaded += tasks.nbytes_loaded
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -180,7 +174,7 @@ class StoreReader(StorageReader):
         return RecordReads(files, tensors, unit_nbytes=shape.unit_nbytes, unchecked=self._opened.unchecked)
 
     def _read_shared(
-        self, wanted: Mapping[str, Sequence[WantedRecord]], planner: LoadPlanner, reads: RecordReads, shape: ReadShape
+        self, wanted: Mapping[str, Sequence[WantedRecord]], tasks: RecordTasks, reads: RecordReads, shape: ReadShape
     ) -> set[int]:
         """Read with the other ranks of this node what was agreed on; the entry numbers of what that has filled."""
         agreed, self._share = self._share, None
@@ -189,15 +183,15 @@ class StoreReader(StorageReader):
         share, rank = agreed
         entries = {number: self._entries[number] for number in {run.number for run in share.runs}}
         targets: dict[int, Passing] = {}
-        loaded: dict[int, list[Callable[[], None]]] = {}
-        for record in _large(wanted):
+        loaded: dict[int, Loaded] = {}
+        for record in large_of(wanted):
             number = self._number(record)
             if number in entries:
-                filled = [_target(planner, item, self._file(record.key)) for item in record.items]
+                filled = tasks.targets(record)
                 passing = reads.passing(record, filled)
                 if passing is not None:
                     targets[number] = Passing.of(*passing)
-                    loaded[number] = [self._counted(planner, *pair) for pair in zip(record.items, filled, strict=True)]
+                    loaded[number] = tasks.loaded(record, filled)
         shared = SharedReads(
             share, rank, self.sharing, lambda number, *place: reads.read_blocks(entries[number], *place), shape
         )
@@ -208,56 +202,6 @@ class StoreReader(StorageReader):
         for count in (count for number in numbers for count in loaded[number]):
             count()
         return set(numbers)
-
-    def _tasks(
-        self,
-        wanted: Mapping[str, Sequence[WantedRecord]],
-        shared: set[int],
-        planner: LoadPlanner,
-        reads: RecordReads,
-        files: CheckpointFiles,
-        shape: ReadShape,
-    ) -> Iterator[Task[list[Callable[[], None]]]]:
-        """The reads but for ``shared``, large ones first in each file. Who takes them asks the planner."""
-        for key, records in wanted.items():
-            small = [record for record in records if _is_small(record)]
-            for record in records:
-                if not _is_small(record) and not (shared and self._number(record) in shared):
-                    targets = [_target(planner, item, files.shown(key)) for item in record.items]
-                    loaded = [self._counted(planner, *pair) for pair in zip(record.items, targets, strict=True)]
-                    yield Task(functools.partial(reads.read_large, record, targets), loaded)
-            for run in joined(small, shape):
-                yield self._run(run, planner, reads, files)
-
-    def _run(
-        self, run: Sequence[WantedRecord], planner: LoadPlanner, reads: RecordReads, files: CheckpointFiles
-    ) -> Task[list[Callable[[], None]]]:
-        """One read of several small records that lie close together."""
-        loaded: list[Callable[[], None]] = []
-        uses: list[Callable[[memoryview], None]] = []
-        shown = files.shown(run[0].key)
-        for record in run:
-            if record.items[0].type == LoadItemType.BYTE_IO:
-                held: list[bytes] = []
-                uses.append(functools.partial(reads.hold_python, record, held))
-                loaded.append(functools.partial(self._load_python, planner, record.items, held, shown))
-            else:
-                targets = [_target(planner, item, shown) for item in record.items]
-                uses.append(functools.partial(reads.use_small, record, targets))
-                loaded += [self._counted(planner, *pair) for pair in zip(record.items, targets, strict=True)]
-        return Task(functools.partial(read_run, files, run, uses), loaded)
-
-    def _counted(self, planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Callable[[], None]:
-        def count() -> None:
-            planner.commit_tensor(item, target)
-            self.nbytes_loaded += target.nbytes
-
-        return count
-
-    def _load_python(self, planner: LoadPlanner, items: Sequence[ReadItem], held: Sequence[bytes], shown: str) -> None:
-        self.nbytes_loaded += len(held[0])
-        for item in items:
-            planner.load_bytes(item, NamedBytes(held[0], shown))
 
     def _wanted(self, plan: LoadPlan, files: CheckpointFiles) -> dict[str, list[WantedRecord]]:
         """By file, in the order of their places in it."""
@@ -324,23 +268,3 @@ class StoreReader(StorageReader):
     def _file(self, key: str) -> str:
         location = self._opened.checkpoint_id if self._opened is not None else self.checkpoint_id
         return f"{location.rstrip('/')}/{key}"
-
-
-def _is_small(record: WantedRecord) -> bool:
-    """Whether it is read whole, together with its neighbours: Python objects always are."""
-    return record.nbytes <= BLOCK_NBYTES or record.items[0].type == LoadItemType.BYTE_IO
-
-
-def _large(wanted: Mapping[str, Sequence[WantedRecord]]) -> Iterator[WantedRecord]:
-    return (record for records in wanted.values() for record in records if not _is_small(record))
-
-
-def _target(planner: LoadPlanner, item: ReadItem, file: str) -> torch.Tensor:
-    target = planner.resolve_tensor(item).detach()
-    if tuple(target.shape) != tuple(item.lengths):
-        raise CorruptCheckpointError(
-            f"the planner gives a tensor of shape {tuple(target.shape)} for a read of {tuple(item.lengths)}",
-            file=file,
-            fqn=item.dest_index.fqn,
-        )
-    return target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,20 +80,140 @@ def put_small(chunk: StoredChunk, boxes: Sequence[Box], content: memoryview) -> 
         target.copy_(whole[part])
 
 
-def read_large(chunk: StoredChunk, boxes: Sequence[Box], fill: Fill, scratch: torch.Tensor) -> int:
-    """Fill ``boxes`` from the blocks that hold them, each checked; return how many bytes were read.
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some blocks, read at once to where they belong."""
 
-    ``scratch`` is a flat uint8 tensor of a number of blocks: as much is read at once. Boxes are direct and are rows
-    (``plain_rows``). Where only the whole is checked, the whole is read.
+    start: int
+    """In the payload."""
+    into: memoryview
+    blocks: Sequence[tuple[memoryview, int]]
+    """Each with its CRC-32; none where nothing is checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box that is plain rows."""
+
+    rows: Rows
+    target: torch.Tensor
+    memory: memoryview | None
+    """Of the target, where it is one row."""
+    pieces: Sequence[_Piece] = ()
+    """All of it, where every block that holds it belongs to it alone."""
+
+
+class LargeRead:
+    """How to fill boxes from the blocks that hold them: all that can be known before the first byte is read.
+
+    Moving large payloads drives everything else out of the CPU's caches: what runs in between then takes several times
+    as long. So this is made for many chunks at a time, and little is left to do between two reads.
     """
-    if chunk.block_crcs is None and chunk.crc is not None:
-        return _read_whole(chunk, boxes, fill, scratch)
-    return sum(_read_rows(chunk, rows, box.target, fill, scratch) for box in boxes if (rows := plain_rows(chunk, box)))
+
+    def __init__(self, chunk: StoredChunk, parts: Sequence[_Part], unit_nbytes: int, *, is_whole: bool) -> None:
+        self._chunk = chunk
+        self._parts = parts
+        self._unit_nbytes = unit_nbytes
+        self._is_whole = is_whole
+
+    @classmethod
+    def of(cls, chunk: StoredChunk, boxes: Sequence[Box], unit_nbytes: int) -> LargeRead | None:
+        """None unless all boxes are direct, and rows (``plain_rows``) or empty.
+
+        ``unit_nbytes``, of a number of blocks, are read at once.
+        """
+        parts = []
+        for box in boxes:
+            if box.target.numel():
+                rows = plain_rows(chunk, box) if is_direct(box.target, chunk.dtype) else None
+                if rows is None:
+                    return None
+                parts.append(_part_of(chunk, rows, box.target, unit_nbytes))
+        return cls(chunk, parts, unit_nbytes, is_whole=len(boxes) == 1 and boxes[0].target.shape == chunk.sizes)
+
+    def run(self, fill: Fill, memory: Callable[[int], torch.Tensor]) -> int:
+        """Read, check each block, and fill the boxes; return how many bytes were read.
+
+        ``memory`` gives a flat uint8 tensor for what cannot go straight to its place. Where only the whole is checked,
+        the whole is read.
+        """
+        if self._chunk.block_crcs is None and self._chunk.crc is not None:
+            return self._read_whole(fill, memory(self._unit_nbytes))
+        nbytes = 0
+        for part in self._parts:
+            if not part.pieces:
+                nbytes += self._read_rows(part, fill, memory(self._unit_nbytes))
+            for piece in part.pieces:
+                fill(self._chunk.offset + piece.start, [piece.into])
+                nbytes += len(piece.into)
+                for block, crc in piece.blocks:
+                    if crc32(block) != crc:
+                        self._chunk.verify(piece.into, piece.start)
+        return nbytes
+
+    def _read_rows(self, part: _Part, fill: Fill, scratch: torch.Tensor) -> int:
+        chunk, rows, memory = self._chunk, part.rows, part.memory
+        itemsize = chunk.dtype.itemsize
+        first, last = rows.first * itemsize, rows.end * itemsize
+        by_rows, nbytes = part.target.view(rows.num, rows.width), 0
+        for start, end in spans(rows, BLOCK_NBYTES // itemsize):
+            start, end = start * itemsize, min(end * itemsize, chunk.nbytes)
+            for at in range(start, end, self._unit_nbytes):
+                until = min(at + self._unit_nbytes, end)
+                nbytes += until - at
+                if memory is not None and first <= at and until <= last:
+                    content = memory[at - first : until - first]
+                    fill(chunk.offset + at, [content])
+                    chunk.verify(content, at)
+                    continue
+                held = scratch[: until - at]
+                content = tensor_memory(held)
+                fill(chunk.offset + at, [content])
+                chunk.verify(content, at)
+                put_elements(rows, by_rows, held.view(chunk.dtype), at // itemsize)
+        return nbytes
+
+    def _read_whole(self, fill: Fill, scratch: torch.Tensor) -> int:
+        chunk, crc = self._chunk, 0
+        memory = self._parts[0].memory if self._is_whole and self._parts else None
+        for at in range(0, chunk.nbytes, len(scratch)):
+            until = min(at + len(scratch), chunk.nbytes)
+            content = tensor_memory(scratch[: until - at]) if memory is None else memory[at:until]
+            fill(chunk.offset + at, [content])
+            crc = crc32(content, crc)
+            if memory is None:
+                stored = scratch[: until - at].view(chunk.dtype)
+                for part in self._parts:
+                    by_rows = part.target.view(part.rows.num, part.rows.width)
+                    put_elements(part.rows, by_rows, stored, at // chunk.dtype.itemsize)
+        if crc != chunk.crc:
+            raise chunk.damaged(0, chunk.nbytes)
+        return chunk.nbytes
+
+
+def _part_of(chunk: StoredChunk, rows: Rows, target: torch.Tensor, unit_nbytes: int) -> _Part:
+    if rows.num > 1:
+        return _Part(rows, target, None)
+    memory = tensor_memory(target)
+    first, last = rows.first * chunk.dtype.itemsize, rows.end * chunk.dtype.itemsize
+    if first % BLOCK_NBYTES or (last % BLOCK_NBYTES and last != chunk.nbytes):
+        return _Part(rows, target, memory)
+    pieces = []
+    for at in range(0, len(memory), unit_nbytes):
+        into = memory[at : at + unit_nbytes]
+        blocks = [into[start : start + BLOCK_NBYTES] for start in range(0, len(into), BLOCK_NBYTES)]
+        number = (first + at) // BLOCK_NBYTES
+        crcs = None if chunk.block_crcs is None else chunk.block_crcs[number : number + len(blocks)]
+        pieces.append(_Piece(first + at, into, [] if crcs is None else list(zip(blocks, crcs, strict=True))))
+    return _Part(rows, target, memory, pieces)
 
 
 def plain_rows(chunk: StoredChunk, box: Box) -> Rows | None:
     """The box as rows; None where it is empty or no such rows."""
-    return rows_of(chunk.sizes, box.offsets, tuple(box.target.shape)) if box.target.numel() else None
+    num = box.target.numel()
+    if num and box.target.shape == chunk.sizes:  # nearly all of them
+        return Rows(0, num, num, 1)
+    return rows_of(chunk.sizes, box.offsets, tuple(box.target.shape)) if num else None
 
 
 def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -105,48 +225,6 @@ def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
         and not (target.is_conj() or target.is_neg())
         and target.data_ptr() != 0  # a class that wraps other tensors has no memory of its own
     )
-
-
-def _read_rows(chunk: StoredChunk, rows: Rows, target: torch.Tensor, fill: Fill, scratch: torch.Tensor) -> int:
-    itemsize = chunk.dtype.itemsize
-    by_rows = target.view(rows.num, rows.width)
-    memory = tensor_memory(target) if rows.num == 1 else None
-    first, last = rows.first * itemsize, rows.end * itemsize
-    held, nbytes = tensor_memory(scratch), 0
-    for start, end in spans(rows, BLOCK_NBYTES // itemsize):
-        start, end = start * itemsize, min(end * itemsize, chunk.nbytes)
-        for at in range(start, end, len(held)):
-            until = min(at + len(held), end)
-            nbytes += until - at
-            if memory is not None and first <= at and until <= last:
-                content = memory[at - first : until - first]
-                fill(chunk.offset + at, [content])
-                chunk.verify(content, at)
-                continue
-            content = held[: until - at]
-            fill(chunk.offset + at, [content])
-            chunk.verify(content, at)
-            put_elements(rows, by_rows, scratch[: until - at].view(chunk.dtype), at // itemsize)
-    return nbytes
-
-
-def _read_whole(chunk: StoredChunk, boxes: Sequence[Box], fill: Fill, scratch: torch.Tensor) -> int:
-    itemsize = chunk.dtype.itemsize
-    wanted = [(rows, box.target.view(rows.num, rows.width)) for box in boxes if (rows := plain_rows(chunk, box))]
-    held, crc = tensor_memory(scratch), 0
-    memory = tensor_memory(boxes[0].target) if len(boxes) == 1 and boxes[0].target.shape == chunk.sizes else None
-    for at in range(0, chunk.nbytes, len(held)):
-        until = min(at + len(held), chunk.nbytes)
-        content = held[: until - at] if memory is None else memory[at:until]
-        fill(chunk.offset + at, [content])
-        crc = crc32(content, crc)
-        if memory is None:
-            stored = scratch[: until - at].view(chunk.dtype)
-            for rows, target in wanted:
-                put_elements(rows, target, stored, at // itemsize)
-    if crc != chunk.crc:
-        raise chunk.damaged(0, chunk.nbytes)
-    return chunk.nbytes
 
 
 def require_consistent(chunk: StoredChunk, boxes: Sequence[Box]) -> None:

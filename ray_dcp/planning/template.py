@@ -60,6 +60,11 @@ class TemplatePlanner(DefaultLoadPlanner):
         self._cast = cast
         self._problems: tuple[str, ...] = ()
 
+    @property
+    def resolves_in_place(self) -> bool:
+        """Whether ``resolve_tensor`` makes nothing: it may be called long before its tensor is filled."""
+        return type(self).resolve_tensor is TemplatePlanner.resolve_tensor
+
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:

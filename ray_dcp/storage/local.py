@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-from ray_dcp.errors import ObjectNotFoundError, StoreError
+from ray_dcp.errors import ObjectNotFoundError, RayDcpError, StoreError
 from ray_dcp.progress import advance
 from ray_dcp.storage.durable import Writeback, close_durably, fsync_folder, make_folder, preallocate, write_fully
-from ray_dcp.storage.failures import require_range, store_errors
+from ray_dcp.storage.failures import as_store_error, require_range, store_errors
 from ray_dcp.storage.keys import require_key, require_prefix
 from ray_dcp.storage.reading import Fill
 from ray_dcp.storage.store import ObjectWriter, Store, StoredObject
@@ -104,7 +104,7 @@ class LocalStore:
     def opened(self, key: str) -> Iterator[Fill]:
         """See ``StaysOpen``."""
         with self._reading(key) as (descriptor, _):
-            yield functools.partial(self._read_into, key, descriptor)
+            yield functools.partial(self._fill, key, descriptor)
 
     def list(self, prefix: str = "") -> Sequence[StoredObject]:
         prefix = require_prefix(prefix, url=self.url)
@@ -155,6 +155,14 @@ class LocalStore:
     def _sync_folder(self, folder: str) -> None:
         if self._sync_files:
             fsync_folder(folder)
+
+    def _fill(self, key: str, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        try:
+            self._read_into(key, descriptor, offset, buffers)
+        except RayDcpError:
+            raise
+        except OSError as error:
+            raise as_store_error(error, "read", url=self.url, key=key) from error
 
     def _read_into(self, key: str, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers``; raises where the file ends before."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ray_dcp as dcp
 from ray_dcp.dcp_io import store_reader
 from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
-from ray_dcp.dcp_io.read_tasks import ReadShape, Scratch, Task, finished, joined, read_run, read_shape
+from ray_dcp.dcp_io.read_tasks import Lane, ReadShape, Task, batches, finished, joined, read_run, read_shape
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.progress import Progress, StoppedError, advance, working
 from ray_dcp.storage.local import LocalStore
@@ -77,24 +77,24 @@ class TestReadRun:
         run = [Piece(10, 5), Piece(12, 0), Piece(12, 20), Piece(40, 1)]
         seen: list[bytes] = []
         uses = [lambda piece: seen.append(bytes(piece))] * len(run)
-        assert read_run(self.files(content), run, uses, Scratch()) == 31
+        assert read_run(self.files(content), run, uses, Lane()) == 31
         assert seen == [content[p.offset : p.offset + p.nbytes] for p in run]
 
     def test_the_part_that_is_missing_is_named_and_not_the_first_of_the_run(self):
         run = [Piece(10, 5), Piece(20, 5), Piece(28, 5)]
         with pytest.raises(CorruptCheckpointError, match="ends too early") as caught:
-            read_run(self.files(bytes(30)), run, [lambda _: pytest.fail("not whole")] * 3, Scratch())
+            read_run(self.files(bytes(30)), run, [lambda _: pytest.fail("not whole")] * 3, Lane())
         assert (caught.value.fqn, caught.value.offset, caught.value.nbytes) == ("at 28", 28, 5)
 
     def test_a_length_that_no_memory_holds_is_damage_of_the_part_that_has_it(self):
         run = [Piece(10, 5), Piece(15, 1 << 61)]
         with pytest.raises(CorruptCheckpointError) as caught:
-            read_run(self.files(bytes(30)), run, [lambda _: None] * 2, Scratch())
+            read_run(self.files(bytes(30)), run, [lambda _: None] * 2, Lane())
         assert caught.value.fqn == "at 15"
 
-    def test_scratch_is_in_host_memory_whatever_the_default_device_is(self):
+    def test_a_lane_has_its_memory_on_the_host_whatever_the_default_device_is(self):
         with torch.device("meta"):
-            assert Scratch().take(5).device.type == "cpu"
+            assert Lane().memory(5).device.type == "cpu"
 
 
 def test_a_local_store_is_read_block_by_block_and_a_bucket_with_requests_in_flight(tmp_path):
@@ -142,21 +142,21 @@ class TestFinished:
         assert (most, done) == (num, num * 10)
 
     @IN_FLIGHT
-    def test_scratch_memory_is_used_by_one_at_a_time_and_again(self, num):
+    def test_a_lane_is_used_by_one_at_a_time_and_again(self, num):
         lock, in_use, seen = threading.Lock(), set(), []
 
-        def read(scratch):
+        def read(lane):
             with lock:
-                assert id(scratch) not in in_use
-                in_use.add(id(scratch))
-                seen.append(scratch)
-            scratch.take(100).fill_(1)
+                assert id(lane) not in in_use
+                in_use.add(id(lane))
+                seen.append(lane)
+            lane.memory(100).fill_(1)
             with lock:
-                in_use.remove(id(scratch))
+                in_use.remove(id(lane))
             return 1
 
         list(finished((Task(read, None) for _ in range(60)), num))
-        assert len({id(scratch) for scratch in seen}) <= num
+        assert len({id(lane) for lane in seen}) <= num
 
     @IN_FLIGHT
     def test_the_first_failure_ends_all_and_is_raised(self, num):
@@ -252,7 +252,7 @@ class TestFinished:
     def test_tensors_that_were_made_in_inference_mode_can_be_filled(self, num):
         with torch.inference_mode():
             targets = [torch.zeros(3) for _ in range(5)]
-            tasks = [Task(lambda scratch, t=t: t.copy_(scratch.take(3).fill_(2)).numel(), None) for t in targets]
+            tasks = [Task(lambda lane, t=t: t.copy_(lane.memory(3).fill_(2)).numel(), None) for t in targets]
             assert sum(nbytes for _, nbytes in finished(tasks, num)) == 15
         assert all(target.tolist() == [2, 2, 2] for target in targets)
 
@@ -274,3 +274,16 @@ def test_a_planner_that_fails_in_the_middle_leaves_no_reads_behind(tmp_path, mon
     assert not [one for one in threading.enumerate() if one.name.startswith("ray_dcp_read")]
     assert caught.value is not None  # its traceback, which holds the frames, is still there
     assert filled < 30 * (3 << 18)
+
+
+class TestBatches:
+    @settings(max_examples=200, deadline=None)
+    @given(st.lists(st.integers(0, 30), max_size=20), st.integers(0, 40))
+    def test_each_but_the_last_is_just_as_long_as_it_has_to_be(self, lengths, nbytes):
+        parts = [Piece(n, length) for n, length in enumerate(lengths)]
+        found = list(batches(parts, nbytes))
+        assert [part for batch in found for part in batch] == parts
+        for batch in found[:-1]:
+            assert sum(part.nbytes for part in batch) >= nbytes
+        for batch in found:
+            assert sum(part.nbytes for part in batch[:-1]) < max(1, nbytes) or len(batch) == 1

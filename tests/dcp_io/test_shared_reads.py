@@ -12,10 +12,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.dcp_io.read_tasks import ReadShape
+from ray_dcp.dcp_io.read_tasks import Lane, ReadShape
 from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, share_rules, want_of
 from ray_dcp.dcp_io.shared_segment import PREFIX, Sharing
-from ray_dcp.dcp_io.stored_chunk import Box, StoredChunk, plain_rows, read_large
+from ray_dcp.dcp_io.stored_chunk import Box, LargeRead, StoredChunk, plain_rows
 from ray_dcp.layout import BLOCK_NBYTES
 from ray_dcp.planning.shared_reads import ShareOffer, ShareRules, pack_wants, plan_shares, windows_of
 from ray_dcp.progress import Progress, advance, working
@@ -255,7 +255,7 @@ def test_a_rank_wants_just_the_blocks_that_it_would_read(drawn):
         direct.update(range(offset // BLOCK_NBYTES, -(-(offset + len(buffers[0])) // BLOCK_NBYTES)))
 
     assume(all(plain_rows(chunk, box) is not None for box in wanted))
-    read_large(chunk, wanted, note, torch.empty(BLOCK_NBYTES, dtype=torch.uint8))
+    LargeRead.of(chunk, wanted, BLOCK_NBYTES).run(note, Lane().memory)
     want = want_of(5, chunk, wanted)
     is_one_run = direct == set(range(min(direct), max(direct) + 1))
     if want is not None:

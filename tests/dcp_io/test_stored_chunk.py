@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.dcp_io import stored_chunk as module
+from ray_dcp.dcp_io.read_tasks import Lane
 from ray_dcp.dcp_io.rows import rows_of
-from ray_dcp.dcp_io.stored_chunk import Box, StoredChunk, is_direct, plain_rows, put_small, read_large
+from ray_dcp.dcp_io.stored_chunk import Box, LargeRead, StoredChunk, is_direct, plain_rows, put_small
 from ray_dcp.errors import CorruptCheckpointError
 from tests.shardings import DTYPES, same_bits
 
@@ -87,7 +88,7 @@ def test_any_boxes_are_read_as_slicing_has_them_and_nothing_else_is_touched(case
     before = [payload_of(one) for one in around]
     targets = [one[1:-1].view(lengths) for one, (_, lengths) in zip(around, wanted, strict=True)]
     boxes = [Box(offsets, target) for (offsets, _), target in zip(wanted, targets, strict=True)]
-    nbytes = read_large(file.chunk, boxes, file.fill, torch.empty(num_blocks * 64, dtype=torch.uint8))
+    nbytes = LargeRead.of(file.chunk, boxes, num_blocks * 64).run(file.fill, Lane().memory)
     assert all(same_bits(t, sliced(tensor, *box)) for t, box in zip(targets, wanted, strict=True))
     for one, was in zip(around, before, strict=True):
         assert payload_of(one)[: dtype.itemsize] == was[: dtype.itemsize]
@@ -127,7 +128,7 @@ def test_a_flipped_byte_in_any_block_is_found_and_its_block_named(dtype):
         file = File(tensor, "blocks", 64)
         file.payload[at] ^= 4
         with pytest.raises(CorruptCheckpointError) as caught:
-            read_large(file.chunk, [Box((0, 0), torch.zeros_like(tensor))], file.fill, torch.empty(128).byte())
+            LargeRead.of(file.chunk, [Box((0, 0), torch.zeros_like(tensor))], 128).run(file.fill, Lane().memory)
         start = at // 64 * 64
         assert (caught.value.fqn, caught.value.file) == ("t", "c/f")
         assert (caught.value.offset, caught.value.nbytes) == (IN_FRONT + start, min(64, tensor.nbytes - start))
@@ -144,7 +145,7 @@ def test_a_flipped_byte_anywhere_is_found_where_only_the_whole_is_checked(box):
         file = File(tensor, "whole", 64)
         file.payload[at] ^= 128
         with pytest.raises(CorruptCheckpointError) as caught:
-            read_large(file.chunk, [Box(offsets, torch.zeros(lengths))], file.fill, torch.empty(128).byte())
+            LargeRead.of(file.chunk, [Box(offsets, torch.zeros(lengths))], 128).run(file.fill, Lane().memory)
         assert (caught.value.offset, caught.value.nbytes) == (IN_FRONT, tensor.nbytes)
 
 
@@ -152,7 +153,7 @@ def test_a_block_that_no_box_needs_is_not_read():
     tensor = values((8, 64), torch.float32)  # four blocks a row
     file = File(tensor, "blocks", 64)
     target = torch.full((8, 3), float("nan"))
-    nbytes = read_large(file.chunk, [Box((0, 20), target)], file.fill, torch.empty(64).byte())
+    nbytes = LargeRead.of(file.chunk, [Box((0, 20), target)], 64).run(file.fill, Lane().memory)
     assert same_bits(target, tensor[:, 20:23].contiguous())
     assert nbytes == 8 * 64
 
@@ -186,6 +187,6 @@ def test_empty_boxes_are_read_from_nothing():
     file = File(values((4, 4), torch.float32), "blocks", 64)
     box = Box((2, 4), torch.empty(1, 0))
     assert plain_rows(file.chunk, box) is None
-    assert read_large(file.chunk, [box], file.fill, torch.empty(64).byte()) == 0
+    assert LargeRead.of(file.chunk, [box], 64).run(file.fill, Lane().memory) == 0
     put_small(file.chunk, [box], memoryview(file.payload))
     assert file.read == []

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ray_dcp.errors import NotAFolderError, ObjectNotFoundError, StoreError
-from ray_dcp.storage.reading import get_into
+from ray_dcp.storage.reading import get_into, opened
 from ray_dcp.storage.store import Store
 
 KEYS = [
@@ -34,6 +34,15 @@ NOT_KEYS = ["", "/absolute", "a//b", "a/", "..", "../x", "a/../b", "a/../../b", 
 SHARD = "__0_0_ab12.distcp"
 """A key of which each attempt has its own, so that a store may keep what it knows of the object."""
 LARGE = random.Random(0).randbytes(18_000_000)
+
+
+def into_opened(store, key, offset, buffers):
+    """``get_into`` of an object that is open, twice: the second read must find it as the first did."""
+    with opened(store, key) as fill:
+        fill(offset, buffers)
+        for buffer in buffers:
+            buffer[:] = bytes(len(buffer))
+        fill(offset, buffers)
 
 
 class StoreContract:
@@ -247,55 +256,59 @@ class StoreContract:
         with pytest.raises(StoreError, match=r"\b7 are missing"):
             store.get(SHARD, 7, len(LARGE))
 
-    # get_into
+    # get_into, opened
+
+    @pytest.fixture(params=[get_into, into_opened])
+    def into(self, request):
+        return request.param
 
     @pytest.mark.parametrize("sizes", [(), (0,), (4,), (1, 0, 2, 3), (3,) * 3, (0, 0, 8, 0)])
-    def test_get_into_fills_buffers_one_after_the_other(self, store, sizes):
+    def test_get_into_fills_buffers_one_after_the_other(self, store, into, sizes):
         self.put_behind(store, "key", b"0123456789")
         buffers = [bytearray(nbytes) for nbytes in sizes]
-        get_into(store, "key", 1, [memoryview(one) for one in buffers])
+        into(store, "key", 1, [memoryview(one) for one in buffers])
         assert b"".join(buffers) == b"123456789"[: sum(sizes)]
 
     @pytest.mark.parametrize(
         "sizes", [(17_000_000,), (1, 16_999_999), (5_000_000, 100, 0, 12_000_000 - 100), (1_000_000,) * 17]
     )
-    def test_get_into_fills_large_buffers_and_nothing_beside_them(self, store, sizes):
+    def test_get_into_fills_large_buffers_and_nothing_beside_them(self, store, into, sizes):
         self.put_behind(store, SHARD, LARGE)
         memory = bytearray(b"\xee" * (sum(sizes) + 2))
         rest, buffers = memoryview(memory)[1:-1], []
         for nbytes in sizes:
             buffers.append(rest[:nbytes])
             rest = rest[nbytes:]
-        get_into(store, SHARD, 1234, buffers)
+        into(store, SHARD, 1234, buffers)
         assert memory == b"\xee" + LARGE[1234 : 1234 + sum(sizes)] + b"\xee"
 
     @pytest.mark.parametrize(("key", "held"), [("key", b"0123456789"), (SHARD, LARGE)], ids=["small", "large"])
-    def test_get_into_past_the_end_says_how_much_is_missing(self, store, key, held):
+    def test_get_into_past_the_end_says_how_much_is_missing(self, store, into, key, held):
         self.put_behind(store, key, held)
         with pytest.raises(StoreError, match=rf"\b5 are missing.*{key}"):
-            get_into(store, key, 4, [memoryview(bytearray(len(held))), memoryview(bytearray(1))])
+            into(store, key, 4, [memoryview(bytearray(len(held))), memoryview(bytearray(1))])
 
     @pytest.mark.parametrize("nbytes", [1, 17_000_000])
-    def test_get_into_of_what_is_not_there_is_an_object_not_found(self, store, nbytes):
+    def test_get_into_of_what_is_not_there_is_an_object_not_found(self, store, into, nbytes):
         with pytest.raises(ObjectNotFoundError, match="nope"):
-            get_into(store, "nope", 0, [memoryview(bytearray(nbytes))])
+            into(store, "nope", 0, [memoryview(bytearray(nbytes))])
 
-    def test_get_into_reaches_a_sibling(self, store):
+    def test_get_into_reaches_a_sibling(self, store, into):
         name = store.url.partition("?")[0].rpartition("/")[2]
         self.put_behind(store, "key", b"mine")
         buffer = bytearray(2)
-        get_into(store, f"../{name}/key", 1, [memoryview(buffer)])
+        into(store, f"../{name}/key", 1, [memoryview(buffer)])
         assert buffer == b"in"
         with pytest.raises(StoreError, match="not a key"):
-            get_into(store, "../../key", 0, [memoryview(buffer)])
+            into(store, "../../key", 0, [memoryview(buffer)])
 
-    def test_many_threads_read_ranges_of_one_object(self, store):
+    def test_many_threads_read_ranges_of_one_object(self, store, into):
         self.put_behind(store, SHARD, LARGE)
 
         def read(number: int) -> None:
             offset = number * 500_000
             buffers = [bytearray(9_000_000), bytearray(number)]
-            get_into(store, SHARD, offset, [memoryview(one) for one in buffers])
+            into(store, SHARD, offset, [memoryview(one) for one in buffers])
             assert b"".join(buffers) == LARGE[offset : offset + 9_000_000 + number]
             assert store.get(SHARD, offset, 1000) == LARGE[offset : offset + 1000]
 

@@ -346,3 +346,17 @@ def test_an_aborted_put_new_leaves_no_folder(store, tmp_path):
     with pytest.raises(ValueError, match="stop"), store.put_new("folder/key"):
         raise ValueError("stop")
     assert store.list_folders() == []
+
+
+def test_an_error_of_a_read_from_an_open_file_is_a_store_error(tmp_path, monkeypatch):
+    store = LocalStore(tmp_path)
+    store.put("key", b"0123456789")
+
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with store.opened("key") as fill:
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(StoreError, match="cannot read: Input/output error") as caught:
+            fill(0, [memoryview(bytearray(4))])
+    assert caught.value.key == "key"

@@ -1,0 +1,116 @@
+"""The reads that fill a planner's tensors and get it its Python objects, record after record."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
+from ray_dcp.dcp_io.read_tasks import Lane, ReadShape, Task, batches, joined, read_run
+from ray_dcp.dcp_io.record_reads import RecordReads, WantedRecord
+from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.layout import BLOCK_NBYTES
+
+Loaded = list[Callable[[], None]]
+"""What is to be done once a read has ended."""
+
+
+class NamedBytes(io.BytesIO):
+    """A stored Python object on its way to the planner; ``name`` is its file, as opened files have it."""
+
+    def __init__(self, content: bytes, name: str) -> None:
+        super().__init__(content)
+        self.name = name
+
+
+class RecordTasks:
+    """For one planner. ``nbytes_loaded`` counts what it has been given."""
+
+    def __init__(self, planner: LoadPlanner, reads: RecordReads, files: CheckpointFiles, shape: ReadShape) -> None:
+        self._planner = planner
+        self._reads = reads
+        self._files = files
+        self._shape = shape
+        self.nbytes_loaded = 0
+
+    def of(
+        self, wanted: Mapping[str, Sequence[WantedRecord]], is_done: Callable[[WantedRecord], bool]
+    ) -> Iterator[Task[Loaded]]:
+        """File after file; in each the large records that are not done, then the small ones.
+
+        The planner is asked for a tensor when its read is the next, as torch does it: it may make one each time. Only
+        one that gives the memory of the state itself is asked for several.
+        """
+        in_place = getattr(self._planner, "resolves_in_place", False) is True
+        for records in wanted.values():
+            large = [record for record in records if not is_small(record) and not is_done(record)]
+            for batch in batches(large, self._shape.batch_nbytes if in_place else 0):
+                yield self._large(batch)
+            for run in joined([record for record in records if is_small(record)], self._shape):
+                yield self._run(run)
+
+    def targets(self, record: WantedRecord) -> list[torch.Tensor]:
+        """What the planner gives to fill from a record, one for each of its items."""
+        return [self._target(item, record.key) for item in record.items]
+
+    def loaded(self, record: WantedRecord, targets: Sequence[torch.Tensor]) -> Loaded:
+        return [functools.partial(self._commit, *pair) for pair in zip(record.items, targets, strict=True)]
+
+    def _large(self, batch: Sequence[WantedRecord]) -> Task[Loaded]:
+        """The reads of several records, one after the other, made ready beforehand; see ``LargeRead``."""
+        reads: list[Callable[[Lane], int]] = []
+        loaded: Loaded = []
+        for record in batch:
+            targets = self.targets(record)
+            reads.append(self._reads.large_read(record, targets))
+            loaded += self.loaded(record, targets)
+        return Task(lambda lane: sum([read(lane) for read in reads]), loaded)
+
+    def _run(self, run: Sequence[WantedRecord]) -> Task[Loaded]:
+        """One read of several small records that lie close together."""
+        loaded: Loaded = []
+        uses: list[Callable[[memoryview], None]] = []
+        shown = self._files.shown(run[0].key)
+        for record in run:
+            if record.items[0].type == LoadItemType.BYTE_IO:
+                held: list[bytes] = []
+                uses.append(functools.partial(self._reads.hold_python, record, held))
+                loaded.append(functools.partial(self._load_python, record.items, held, shown))
+            else:
+                targets = self.targets(record)
+                uses.append(functools.partial(self._reads.use_small, record, targets))
+                loaded += self.loaded(record, targets)
+        return Task(functools.partial(read_run, self._files, run, uses), loaded)
+
+    def _target(self, item: ReadItem, key: str) -> torch.Tensor:
+        target: Any = self._planner.resolve_tensor(item).detach()
+        if tuple(target.shape) != tuple(item.lengths):
+            raise CorruptCheckpointError(
+                f"the planner gives a tensor of shape {tuple(target.shape)} for a read of {tuple(item.lengths)}",
+                file=self._files.shown(key),
+                fqn=item.dest_index.fqn,
+            )
+        return target
+
+    def _commit(self, item: ReadItem, target: torch.Tensor) -> None:
+        self._planner.commit_tensor(item, target)
+        self.nbytes_loaded += target.nbytes
+
+    def _load_python(self, items: Sequence[ReadItem], held: Sequence[bytes], shown: str) -> None:
+        self.nbytes_loaded += len(held[0])
+        for item in items:
+            self._planner.load_bytes(item, NamedBytes(held[0], shown))
+
+
+def is_small(record: WantedRecord) -> bool:
+    """Whether it is read whole, together with its neighbours: Python objects always are."""
+    return record.nbytes <= BLOCK_NBYTES or record.items[0].type == LoadItemType.BYTE_IO
+
+
+def large_of(wanted: Mapping[str, Sequence[WantedRecord]]) -> Iterator[WantedRecord]:
+    return (record for records in wanted.values() for record in records if not is_small(record))
