@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError, ObjectTooShortError
 from ray_dcp.storage.reading import Fill, get_into, opened
 from ray_dcp.storage.store import Store
 
-Buffers = Sequence[memoryview]
+MISSING = (ObjectNotFoundError, ObjectTooShortError)
+"""What a store raises where bytes are not there that a checkpoint says it has."""
 
 
 class CheckpointFiles:
@@ -26,26 +27,19 @@ class CheckpointFiles:
     def get(self, key: str, fqn: str, offset: int, nbytes: int) -> bytes:
         try:
             return self._store.get(key, offset, nbytes)
-        except (ObjectNotFoundError, ObjectTooShortError) as error:
-            raise self._damaged(error, key, fqn, offset, nbytes) from error
+        except MISSING as error:
+            raise self.damaged(error, key, fqn, offset, nbytes) from error
 
-    def fill(self, key: str, fqn: str, offset: int, buffers: Buffers) -> None:
+    def fill(self, key: str, fqn: str, offset: int, buffers: Sequence[memoryview]) -> None:
         try:
             get_into(self._store, key, offset, buffers)
-        except (ObjectNotFoundError, ObjectTooShortError) as error:
-            raise self._damaged(error, key, fqn, offset, sum(map(len, buffers))) from error
+        except MISSING as error:
+            raise self.damaged(error, key, fqn, offset, sum(map(len, buffers))) from error
 
     def opened(self, key: str) -> AbstractContextManager[Fill]:
-        """A file for several reads through ``fill_from``, within the block."""
+        """A file for several reads, within the block. What they raise is the store's: see ``MISSING``, ``damaged``."""
         return opened(self._store, key)
 
-    def fill_from(self, opened_file: Callable[[], Fill], key: str, fqn: str, offset: int, buffers: Buffers) -> None:
-        """``fill`` from a file that is open, or that ``opened_file`` opens."""
-        try:
-            opened_file()(offset, buffers)
-        except (ObjectNotFoundError, ObjectTooShortError) as error:
-            raise self._damaged(error, key, fqn, offset, sum(map(len, buffers))) from error
-
-    def _damaged(self, error: Exception, key: str, fqn: str, offset: int, nbytes: int) -> CorruptCheckpointError:
+    def damaged(self, error: Exception, key: str, fqn: str, offset: int, nbytes: int) -> CorruptCheckpointError:
         what = "its file ends too early" if isinstance(error, ObjectTooShortError) else "its file is missing"
         return CorruptCheckpointError(what, file=self.shown(key), fqn=fqn, offset=offset, nbytes=nbytes)

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from ray_dcp.checksums import crc32
 from ray_dcp.dcp_io.box import read_box
-from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
+from ray_dcp.dcp_io.checkpoint_files import MISSING, CheckpointFiles
 from ray_dcp.dcp_io.metadata_file import decode_python
-from ray_dcp.dcp_io.read_tasks import Lane
+from ray_dcp.dcp_io.read_tasks import Lane, ReadShape
 from ray_dcp.dcp_io.stored_chunk import (
     Box,
     LargeRead,
@@ -68,10 +68,10 @@ class WantedRecord:
 class RecordReads:
     """Of one checkpoint. ``tensors`` is what its metadata says of each name."""
 
-    def __init__(self, files: CheckpointFiles, tensors: dict[str, Any], *, unit_nbytes: int, unchecked: bool) -> None:
+    def __init__(self, files: CheckpointFiles, tensors: dict[str, Any], *, shape: ReadShape, unchecked: bool) -> None:
         self._files = files
         self._tensors = tensors
-        self._unit_nbytes = unit_nbytes
+        self._shape = shape
         self._unchecked = unchecked
 
     def use_small(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: memoryview) -> None:
@@ -98,15 +98,17 @@ class RecordReads:
             return functools.partial(self._read_torch_record, wanted, targets)
         boxes = _boxes(wanted, targets)
         chunk = self._chunk(wanted.entry, boxes)
-        direct = LargeRead.of(chunk, boxes, self._unit_nbytes)
+        direct = LargeRead.of(chunk, boxes, self._shape.unit_nbytes, self._shape.piece_nbytes)
         if direct is None:
             return functools.partial(self._read_boxes, wanted, chunk, boxes)
-        return functools.partial(self._run, direct, wanted.key, wanted.fqn)
+        return functools.partial(self._run, direct, wanted)
 
-    def _run(self, direct: LargeRead, key: str, fqn: str, lane: Lane) -> int:
-        opened_file = functools.partial(lane.file, self._files, key)
-        fill = functools.partial(self._files.fill_from, opened_file, key, fqn)
-        return direct.run(fill, lane.memory)
+    def _run(self, direct: LargeRead, wanted: WantedRecord, lane: Lane) -> int:
+        try:
+            return direct.run(lane.file(self._files, wanted.key), lane.memory)
+        except MISSING as error:
+            chunk = direct.chunk
+            raise self._files.damaged(error, wanted.key, wanted.fqn, chunk.offset, chunk.nbytes) from error
 
     def _read_boxes(self, wanted: WantedRecord, chunk: StoredChunk, boxes: Sequence[Box], _: Lane) -> int:
         get_verified = functools.partial(self._get_verified, wanted, chunk)
@@ -119,9 +121,9 @@ class RecordReads:
         if chunk is not None:
             boxes = _boxes(wanted, targets)
             require_consistent(chunk, boxes)
-            direct = LargeRead.of(chunk, boxes, self._unit_nbytes)
+            direct = LargeRead.of(chunk, boxes, self._shape.unit_nbytes, self._shape.piece_nbytes)
             if direct is not None:
-                return self._run(direct, wanted.key, wanted.fqn, lane)
+                return self._run(direct, wanted, lane)
         content = get(wanted.offset, wanted.nbytes)
         self._load_with_torch(wanted, targets, content)
         return len(content)

@@ -171,7 +171,7 @@ class StoreReader(StorageReader):
         assert self._metadata is not None, "set_up_storage_reader comes first"
         assert self._opened is not None
         tensors = self._metadata.state_dict_metadata
-        return RecordReads(files, tensors, unit_nbytes=shape.unit_nbytes, unchecked=self._opened.unchecked)
+        return RecordReads(files, tensors, shape=shape, unchecked=self._opened.unchecked)
 
     def _read_shared(
         self, wanted: Mapping[str, Sequence[WantedRecord]], tasks: RecordTasks, reads: RecordReads, shape: ReadShape

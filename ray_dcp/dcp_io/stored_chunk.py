@@ -82,13 +82,13 @@ def put_small(chunk: StoredChunk, boxes: Sequence[Box], content: memoryview) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some blocks, read at once to where they belong."""
+    """What is read at once to where it belongs."""
 
     start: int
     """In the payload."""
     into: memoryview
-    blocks: Sequence[tuple[memoryview, int]]
-    """Each with its CRC-32; none where nothing is checked."""
+    checks: Sequence[tuple[memoryview, int | None]]
+    """Parts of ``into``, each of one block, with the number of a block that ends there; none if nothing is checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +111,16 @@ class LargeRead:
     """
 
     def __init__(self, chunk: StoredChunk, parts: Sequence[_Part], unit_nbytes: int, *, is_whole: bool) -> None:
-        self._chunk = chunk
+        self.chunk = chunk
         self._parts = parts
         self._unit_nbytes = unit_nbytes
         self._is_whole = is_whole
 
     @classmethod
-    def of(cls, chunk: StoredChunk, boxes: Sequence[Box], unit_nbytes: int) -> LargeRead | None:
+    def of(cls, chunk: StoredChunk, boxes: Sequence[Box], unit_nbytes: int, piece_nbytes: int) -> LargeRead | None:
         """None unless all boxes are direct, and rows (``plain_rows``) or empty.
 
-        ``unit_nbytes``, of a number of blocks, are read at once.
+        At once are read ``piece_nbytes`` straight into a target, else ``unit_nbytes``, which is a number of blocks.
         """
         parts = []
         for box in boxes:
@@ -128,7 +128,7 @@ class LargeRead:
                 rows = plain_rows(chunk, box) if is_direct(box.target, chunk.dtype) else None
                 if rows is None:
                     return None
-                parts.append(_part_of(chunk, rows, box.target, unit_nbytes))
+                parts.append(_part_of(chunk, rows, box.target, piece_nbytes))
         return cls(chunk, parts, unit_nbytes, is_whole=len(boxes) == 1 and boxes[0].target.shape == chunk.sizes)
 
     def run(self, fill: Fill, memory: Callable[[int], torch.Tensor]) -> int:
@@ -137,22 +137,34 @@ class LargeRead:
         ``memory`` gives a flat uint8 tensor for what cannot go straight to its place. Where only the whole is checked,
         the whole is read.
         """
-        if self._chunk.block_crcs is None and self._chunk.crc is not None:
+        if self.chunk.block_crcs is None and self.chunk.crc is not None:
             return self._read_whole(fill, memory(self._unit_nbytes))
-        nbytes = 0
-        for part in self._parts:
-            if not part.pieces:
-                nbytes += self._read_rows(part, fill, memory(self._unit_nbytes))
-            for piece in part.pieces:
-                fill(self._chunk.offset + piece.start, [piece.into])
-                nbytes += len(piece.into)
-                for block, crc in piece.blocks:
-                    if crc32(block) != crc:
-                        self._chunk.verify(piece.into, piece.start)
+        return sum(
+            [
+                self._read_pieces(part.pieces, fill)
+                if part.pieces
+                else self._read_rows(part, fill, memory(self._unit_nbytes))
+                for part in self._parts
+            ]
+        )
+
+    def _read_pieces(self, pieces: Sequence[_Piece], fill: Fill) -> int:
+        offset, crcs = self.chunk.offset, self.chunk.block_crcs or ()
+        crc = nbytes = 0
+        for piece in pieces:
+            fill(offset + piece.start, [piece.into])
+            nbytes += len(piece.into)
+            for content, number in piece.checks:
+                crc = crc32(content, crc)
+                if number is not None:
+                    if crc != crcs[number]:
+                        start = number * BLOCK_NBYTES
+                        raise self.chunk.damaged(start, min(BLOCK_NBYTES, self.chunk.nbytes - start))
+                    crc = 0
         return nbytes
 
     def _read_rows(self, part: _Part, fill: Fill, scratch: torch.Tensor) -> int:
-        chunk, rows, memory = self._chunk, part.rows, part.memory
+        chunk, rows, memory = self.chunk, part.rows, part.memory
         itemsize = chunk.dtype.itemsize
         first, last = rows.first * itemsize, rows.end * itemsize
         by_rows, nbytes = part.target.view(rows.num, rows.width), 0
@@ -174,7 +186,7 @@ class LargeRead:
         return nbytes
 
     def _read_whole(self, fill: Fill, scratch: torch.Tensor) -> int:
-        chunk, crc = self._chunk, 0
+        chunk, crc = self.chunk, 0
         memory = self._parts[0].memory if self._is_whole and self._parts else None
         for at in range(0, chunk.nbytes, len(scratch)):
             until = min(at + len(scratch), chunk.nbytes)
@@ -191,7 +203,7 @@ class LargeRead:
         return chunk.nbytes
 
 
-def _part_of(chunk: StoredChunk, rows: Rows, target: torch.Tensor, unit_nbytes: int) -> _Part:
+def _part_of(chunk: StoredChunk, rows: Rows, target: torch.Tensor, piece_nbytes: int) -> _Part:
     if rows.num > 1:
         return _Part(rows, target, None)
     memory = tensor_memory(target)
@@ -199,13 +211,23 @@ def _part_of(chunk: StoredChunk, rows: Rows, target: torch.Tensor, unit_nbytes: 
     if first % BLOCK_NBYTES or (last % BLOCK_NBYTES and last != chunk.nbytes):
         return _Part(rows, target, memory)
     pieces = []
-    for at in range(0, len(memory), unit_nbytes):
-        into = memory[at : at + unit_nbytes]
-        blocks = [into[start : start + BLOCK_NBYTES] for start in range(0, len(into), BLOCK_NBYTES)]
-        number = (first + at) // BLOCK_NBYTES
-        crcs = None if chunk.block_crcs is None else chunk.block_crcs[number : number + len(blocks)]
-        pieces.append(_Piece(first + at, into, [] if crcs is None else list(zip(blocks, crcs, strict=True))))
+    for start in range(first, last, piece_nbytes):
+        into = memory[start - first :][:piece_nbytes]
+        pieces.append(_Piece(start, into, [] if chunk.block_crcs is None else _checks(chunk, start, into)))
     return _Part(rows, target, memory, pieces)
+
+
+def _checks(chunk: StoredChunk, start: int, content: memoryview) -> list[tuple[memoryview, int | None]]:
+    """``content``, from ``start`` of the payload on, cut where blocks end."""
+    checks: list[tuple[memoryview, int | None]] = []
+    at, end = start, start + len(content)
+    while at < end:
+        number = at // BLOCK_NBYTES
+        block_end = min((number + 1) * BLOCK_NBYTES, chunk.nbytes)
+        until = min(block_end, end)
+        checks.append((content[at - start : until - start], number if until == block_end else None))
+        at = until
+    return checks
 
 
 def plain_rows(chunk: StoredChunk, box: Box) -> Rows | None:

@@ -14,6 +14,7 @@ from ray_dcp import LocalShards
 from ray_dcp.dcp_io import box
 from ray_dcp.dcp_io.box import read_box
 from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
+from ray_dcp.dcp_io.read_tasks import read_shape
 from ray_dcp.dcp_io.record_reads import RecordReads
 from ray_dcp.dcp_io.stored_chunk import Box, StoredChunk
 from ray_dcp.errors import CorruptCheckpointError
@@ -128,7 +129,8 @@ def test_an_entry_that_does_not_fit_the_metadata_is_refused_and_nothing_is_fille
     tensor = torch.arange(12.0).reshape(3, 4)
     target = torch.full((1, 4), 7.0)
     entry = dataclasses.replace(entry_of(tensor), **wrong)
-    reads = RecordReads(CheckpointFiles(MemoryStore("memory://box"), "c"), {}, unit_nbytes=1, unchecked=False)
+    store = MemoryStore("memory://box")
+    reads = RecordReads(CheckpointFiles(store, "c"), {}, shape=read_shape(store), unchecked=False)
     with pytest.raises(CorruptCheckpointError, match=words) as caught:
         reads._chunk(entry, [Box((2, 0), target)])
     assert caught.value.file == "c/f"

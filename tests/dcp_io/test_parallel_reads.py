@@ -21,10 +21,30 @@ from tests.shardings import differences, state, templates
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SHAPES = {
-    "one at a time": ReadShape(BLOCK_NBYTES, 4 * BLOCK_NBYTES, 16 << 10, 1),
-    "four": ReadShape(BLOCK_NBYTES, 4 * BLOCK_NBYTES, 16 << 10, 4),
-    "small runs": ReadShape(BLOCK_NBYTES, 700, 0, 8),
-    "as from a bucket": ReadShape(16 * BLOCK_NBYTES, 16 * BLOCK_NBYTES, 256 << 10, 8),
+    "one at a time": ReadShape(
+        unit_nbytes=BLOCK_NBYTES,
+        piece_nbytes=BLOCK_NBYTES,
+        run_nbytes=4 * BLOCK_NBYTES,
+        max_gap_nbytes=16 << 10,
+        num_in_flight=1,
+    ),
+    "four": ReadShape(
+        unit_nbytes=BLOCK_NBYTES,
+        piece_nbytes=BLOCK_NBYTES,
+        run_nbytes=4 * BLOCK_NBYTES,
+        max_gap_nbytes=16 << 10,
+        num_in_flight=4,
+    ),
+    "small runs": ReadShape(
+        unit_nbytes=BLOCK_NBYTES, piece_nbytes=700, run_nbytes=700, max_gap_nbytes=0, num_in_flight=8
+    ),
+    "as from a bucket": ReadShape(
+        unit_nbytes=16 * BLOCK_NBYTES,
+        piece_nbytes=16 * BLOCK_NBYTES,
+        run_nbytes=16 * BLOCK_NBYTES,
+        max_gap_nbytes=256 << 10,
+        num_in_flight=8,
+    ),
 }
 
 

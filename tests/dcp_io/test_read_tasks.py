@@ -33,7 +33,7 @@ class Piece:
         return f"at {self.offset}"
 
 
-SHAPE = ReadShape(unit_nbytes=10, run_nbytes=50, max_gap_nbytes=5, num_in_flight=1)
+SHAPE = ReadShape(unit_nbytes=10, piece_nbytes=10, run_nbytes=50, max_gap_nbytes=5, num_in_flight=1)
 
 
 class TestJoined:
@@ -260,7 +260,9 @@ class TestFinished:
 def test_a_planner_that_fails_in_the_middle_leaves_no_reads_behind(tmp_path, monkeypatch):
     """Else they would go on filling tensors that the caller has back."""
     dcp.save({f"w{n}": torch.ones(3 << 18) for n in range(30)}, checkpoint_id=tmp_path, no_dist=True)
-    shape = ReadShape(1 << 20, 4 << 20, 1 << 14, 4)
+    shape = ReadShape(
+        unit_nbytes=1 << 20, piece_nbytes=1 << 20, run_nbytes=4 << 20, max_gap_nbytes=1 << 14, num_in_flight=4
+    )
     monkeypatch.setattr(store_reader, "read_shape", lambda store: shape)
 
     class Failing(dcp.DefaultLoadPlanner):

@@ -27,7 +27,9 @@ NUM_MEMBERS = 4
 SIZES = ((1500, 1000), (5000, 1001), (1300, 4 * 251))
 """Of int16 records: some three to ten blocks, none of which ends with one."""
 NUM_WINDOWS = 4
-SHAPE = ReadShape(BLOCK_NBYTES, 4 * BLOCK_NBYTES, 0, 1)
+SHAPE = ReadShape(
+    unit_nbytes=BLOCK_NBYTES, piece_nbytes=BLOCK_NBYTES, run_nbytes=4 * BLOCK_NBYTES, max_gap_nbytes=0, num_in_flight=1
+)
 UNTOUCHED = -1
 
 
@@ -125,7 +127,16 @@ EVERYTHING = [0, 1, 2]
 
 @pytest.mark.parametrize("num_in_flight", [1, 3])
 def test_each_block_is_read_once_and_all_members_get_theirs(tmp_path, num_in_flight):
-    scene = Scene(tmp_path, shape=ReadShape(BLOCK_NBYTES, 0, 0, num_in_flight))
+    scene = Scene(
+        tmp_path,
+        shape=ReadShape(
+            unit_nbytes=BLOCK_NBYTES,
+            piece_nbytes=BLOCK_NBYTES,
+            run_nbytes=0,
+            max_gap_nbytes=0,
+            num_in_flight=num_in_flight,
+        ),
+    )
     outcomes = scene.run()
     assert outcomes == [EVERYTHING] * NUM_MEMBERS
     scene.require_right(outcomes)
@@ -255,7 +266,7 @@ def test_a_rank_wants_just_the_blocks_that_it_would_read(drawn):
         direct.update(range(offset // BLOCK_NBYTES, -(-(offset + len(buffers[0])) // BLOCK_NBYTES)))
 
     assume(all(plain_rows(chunk, box) is not None for box in wanted))
-    LargeRead.of(chunk, wanted, BLOCK_NBYTES).run(note, Lane().memory)
+    LargeRead.of(chunk, wanted, BLOCK_NBYTES, BLOCK_NBYTES).run(note, Lane().memory)
     want = want_of(5, chunk, wanted)
     is_one_run = direct == set(range(min(direct), max(direct) + 1))
     if want is not None:
