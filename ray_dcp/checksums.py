@@ -51,6 +51,9 @@ class BlockChecksums:
         self._in_block = 0
 
     def update(self, piece: Bytes) -> None:
+        if not self._in_block and len(piece) == BLOCK_NBYTES:  # nearly all of them
+            self._crcs.append(crc32(piece))
+            return
         view = memoryview(piece)
         while view:
             part = view[: BLOCK_NBYTES - self._in_block]

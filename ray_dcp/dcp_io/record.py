@@ -63,29 +63,51 @@ class JoinedWrites:
         return self._position
 
 
-def write_tensor(sink: ObjectWriter, tensor: torch.Tensor) -> Payload:
-    """Append a tensor's record to ``sink``, aligned; only the tensor's own bytes are written."""
-    start = _pad(sink)
-    tensor = plain(tensor)
-    nbytes = tensor.nbytes
-    if nbytes <= BLOCK_NBYTES:
-        small = _small_frame(tensor.dtype, tensor.shape)
-        frame: SmallFrame | RecordFrame = small
-        content = small_content(tensor)
+class TensorRecord:
+    """A tensor's record, with all that can be known before it is written.
+
+    Moving large payloads drives everything else out of the CPU's caches, and what runs in between then takes several
+    times as long: so these are made for many tensors at a time.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """``tensor`` keeps its values until the record is written."""
+        tensor = plain(tensor)
+        self.dtype = tensor.dtype
+        self.sizes = tensor.shape
+        self._tensor = tensor
+        self._nbytes = tensor.nbytes
+        is_small = self._nbytes <= BLOCK_NBYTES
+        self._frame: SmallFrame | RecordFrame = (_small_frame if is_small else _large_frame)(tensor.dtype, tensor.shape)
+
+    def write(self, sink: ObjectWriter) -> Payload:
+        """Append it to ``sink``, aligned; only the tensor's own bytes are written."""
+        start = _pad(sink)
+        frame = self._frame
+        crcs = self._write_small(sink, frame) if isinstance(frame, SmallFrame) else self._write_large(sink, frame)
+        assert sink.tell() == start + frame.nbytes, "a tensor has as many bytes as its shape says"
+        return Payload(start, frame.nbytes, start + frame.payload_at, self._nbytes, crcs)
+
+    def _write_small(self, sink: ObjectWriter, frame: SmallFrame) -> tuple[int, ...]:
+        content = small_content(self._tensor)
         crc = crc32(content)
-        sink.write(small.record(content, crc))
-        crcs: tuple[int, ...] = (crc,) if nbytes else ()
-    else:
-        frame = frame_payload(tensor_pickle(tensor.dtype, tensor.shape), nbytes)
+        sink.write(frame.record(content, crc))
+        return (crc,) if self._nbytes else ()
+
+    def _write_large(self, sink: ObjectWriter, frame: RecordFrame) -> tuple[int, ...]:
         sink.write(frame.head)
         checksums = BlockChecksums()
-        for piece in host_pieces(tensor):
+        for piece in host_pieces(self._tensor):
             checksums.update(piece)
             sink.write(piece)
         crcs = checksums.crcs()
-        sink.write(frame.tail(crc_of_blocks(crcs, nbytes)))
-    assert sink.tell() == start + frame.nbytes, "a tensor has as many bytes as its shape says"
-    return Payload(start, frame.nbytes, start + frame.payload_at, nbytes, crcs)
+        sink.write(frame.tail(crc_of_blocks(crcs, self._nbytes)))
+        return crcs
+
+
+@functools.lru_cache(maxsize=4096)
+def _large_frame(dtype: torch.dtype, sizes: torch.Size) -> RecordFrame:
+    return frame_payload(tensor_pickle(dtype, sizes), sizes.numel() * dtype.itemsize)
 
 
 @functools.lru_cache(maxsize=4096)

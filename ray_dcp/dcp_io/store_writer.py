@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from ray_dcp.dcp_io.committed import CommittedMetadata
 from ray_dcp.dcp_io.metadata_file import encode_metadata
-from ray_dcp.dcp_io.record import JoinedWrites, write_python, write_tensor
+from ray_dcp.dcp_io.record import JoinedWrites, TensorRecord, write_python
 from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems, as_written_items, entry_table, storage_data
 from ray_dcp.errors import (
     ConfigError,
@@ -45,6 +45,9 @@ from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Preallocates, Store, StoredObject
 from ray_dcp.storage.urls import shown_url
 from ray_dcp.version import __version__
+
+_NUM_AHEAD = 64
+"""Items that are made ready at once; see ``TensorRecord``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -260,19 +263,31 @@ def _as_json_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_items(sink: JoinedWrites, items: Sequence[WriteItem], planner: SavePlanner, columns: WrittenColumns) -> None:
-    """Python objects in front: a reader of a whole file then gets what it needs for a decision early."""
+    """Python objects in front: a reader of a whole file then gets what it needs for a decision early.
+
+    The planner is asked for an item when it is the next, as torch does it: it may make what it gives. Only one that
+    gives the state itself is asked for several.
+    """
     order = sorted(range(len(items)), key=lambda number: items[number].type != WriteItemType.BYTE_IO)
-    for count, number in enumerate(order):
-        item = items[number]
-        value = planner.resolve_data(item)
-        if isinstance(value, io.BytesIO):
-            columns.put(number, write_python(sink, value.getbuffer()), None, None)
-        else:
-            _require_as_planned(item, value)
-            columns.put(number, write_tensor(sink, value), value.dtype, value.shape)
-        if not count:
-            reached(Point.MID_WRITE)
+    num_ahead = _NUM_AHEAD if getattr(planner, "resolves_in_place", False) is True else 1
+    for first in range(0, len(order), num_ahead):
+        numbers = order[first : first + num_ahead]
+        for number, value in zip(numbers, [_resolved(items[n], planner) for n in numbers], strict=True):
+            if isinstance(value, TensorRecord):
+                columns.put(number, value.write(sink), value.dtype, value.sizes)
+            else:
+                columns.put(number, write_python(sink, value.getbuffer()), None, None)
+            if number == order[0]:
+                reached(Point.MID_WRITE)
     sink.flush()
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> TensorRecord | io.BytesIO:
+    value = planner.resolve_data(item)
+    if isinstance(value, io.BytesIO):
+        return value
+    _require_as_planned(item, value)
+    return TensorRecord(value)
 
 
 def _planned_nbytes(item: WriteItem) -> int:

@@ -81,17 +81,6 @@ def put_small(chunk: StoredChunk, boxes: Sequence[Box], content: memoryview) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """What is read at once to where it belongs."""
-
-    start: int
-    """In the payload."""
-    into: memoryview
-    checks: Sequence[tuple[memoryview, int | None]]
-    """Parts of ``into``, each of one block, with the number of a block that ends there; none if nothing is checked."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Part:
     """A box that is plain rows."""
 
@@ -99,8 +88,8 @@ class _Part:
     target: torch.Tensor
     memory: memoryview | None
     """Of the target, where it is one row."""
-    pieces: Sequence[_Piece] = ()
-    """All of it, where every block that holds it belongs to it alone."""
+    is_of_blocks: bool
+    """Whether it is one row, and every block that holds it belongs to it alone."""
 
 
 class LargeRead:
@@ -110,10 +99,13 @@ class LargeRead:
     as long. So this is made for many chunks at a time, and little is left to do between two reads.
     """
 
-    def __init__(self, chunk: StoredChunk, parts: Sequence[_Part], unit_nbytes: int, *, is_whole: bool) -> None:
+    def __init__(
+        self, chunk: StoredChunk, parts: Sequence[_Part], unit_nbytes: int, piece_nbytes: int, *, is_whole: bool
+    ) -> None:
         self.chunk = chunk
         self._parts = parts
         self._unit_nbytes = unit_nbytes
+        self._piece_nbytes = piece_nbytes
         self._is_whole = is_whole
 
     @classmethod
@@ -128,8 +120,9 @@ class LargeRead:
                 rows = plain_rows(chunk, box) if is_direct(box.target, chunk.dtype) else None
                 if rows is None:
                     return None
-                parts.append(_part_of(chunk, rows, box.target, piece_nbytes))
-        return cls(chunk, parts, unit_nbytes, is_whole=len(boxes) == 1 and boxes[0].target.shape == chunk.sizes)
+                parts.append(_part_of(chunk, rows, box.target))
+        is_whole = len(boxes) == 1 and boxes[0].target.shape == chunk.sizes
+        return cls(chunk, parts, unit_nbytes, piece_nbytes, is_whole=is_whole)
 
     def run(self, fill: Fill, memory: Callable[[int], torch.Tensor]) -> int:
         """Read, check each block, and fill the boxes; return how many bytes were read.
@@ -139,29 +132,32 @@ class LargeRead:
         """
         if self.chunk.block_crcs is None and self.chunk.crc is not None:
             return self._read_whole(fill, memory(self._unit_nbytes))
-        return sum(
-            [
-                self._read_pieces(part.pieces, fill)
-                if part.pieces
-                else self._read_rows(part, fill, memory(self._unit_nbytes))
-                for part in self._parts
-            ]
-        )
-
-    def _read_pieces(self, pieces: Sequence[_Piece], fill: Fill) -> int:
-        offset, crcs = self.chunk.offset, self.chunk.block_crcs or ()
-        crc = nbytes = 0
-        for piece in pieces:
-            fill(offset + piece.start, [piece.into])
-            nbytes += len(piece.into)
-            for content, number in piece.checks:
-                crc = crc32(content, crc)
-                if number is not None:
-                    if crc != crcs[number]:
-                        start = number * BLOCK_NBYTES
-                        raise self.chunk.damaged(start, min(BLOCK_NBYTES, self.chunk.nbytes - start))
-                    crc = 0
+        nbytes = 0
+        for part in self._parts:
+            if part.is_of_blocks and part.memory is not None:
+                self._read_blocks(part.rows.first * self.chunk.dtype.itemsize, part.memory, fill)
+                nbytes += len(part.memory)
+            else:
+                nbytes += self._read_rows(part, fill, memory(self._unit_nbytes))
         return nbytes
+
+    def _read_blocks(self, first: int, memory: memoryview, fill: Fill) -> None:
+        """Fill ``memory`` with what follows ``first``, in pieces, and check each block where it ends."""
+        offset, crcs, crc = self.chunk.offset, self.chunk.block_crcs, 0
+        for start in range(0, len(memory), self._piece_nbytes):
+            content = memory[start : start + self._piece_nbytes]
+            fill(offset + first + start, [content])
+            at, end = start, start + len(content)
+            while crcs is not None and at < end:
+                number = (first + at) // BLOCK_NBYTES
+                block_end = min((number + 1) * BLOCK_NBYTES - first, len(memory))
+                until = min(block_end, end)
+                crc = crc32(memory[at:until], crc)
+                if until == block_end:
+                    if crc != crcs[number]:
+                        raise self.chunk.damaged(number * BLOCK_NBYTES, block_end + first - number * BLOCK_NBYTES)
+                    crc = 0
+                at = until
 
     def _read_rows(self, part: _Part, fill: Fill, scratch: torch.Tensor) -> int:
         chunk, rows, memory = self.chunk, part.rows, part.memory
@@ -203,31 +199,12 @@ class LargeRead:
         return chunk.nbytes
 
 
-def _part_of(chunk: StoredChunk, rows: Rows, target: torch.Tensor, piece_nbytes: int) -> _Part:
+def _part_of(chunk: StoredChunk, rows: Rows, target: torch.Tensor) -> _Part:
     if rows.num > 1:
-        return _Part(rows, target, None)
-    memory = tensor_memory(target)
+        return _Part(rows, target, None, is_of_blocks=False)
     first, last = rows.first * chunk.dtype.itemsize, rows.end * chunk.dtype.itemsize
-    if first % BLOCK_NBYTES or (last % BLOCK_NBYTES and last != chunk.nbytes):
-        return _Part(rows, target, memory)
-    pieces = []
-    for start in range(first, last, piece_nbytes):
-        into = memory[start - first :][:piece_nbytes]
-        pieces.append(_Piece(start, into, [] if chunk.block_crcs is None else _checks(chunk, start, into)))
-    return _Part(rows, target, memory, pieces)
-
-
-def _checks(chunk: StoredChunk, start: int, content: memoryview) -> list[tuple[memoryview, int | None]]:
-    """``content``, from ``start`` of the payload on, cut where blocks end."""
-    checks: list[tuple[memoryview, int | None]] = []
-    at, end = start, start + len(content)
-    while at < end:
-        number = at // BLOCK_NBYTES
-        block_end = min((number + 1) * BLOCK_NBYTES, chunk.nbytes)
-        until = min(block_end, end)
-        checks.append((content[at - start : until - start], number if until == block_end else None))
-        at = until
-    return checks
+    is_of_blocks = first % BLOCK_NBYTES == 0 and (last % BLOCK_NBYTES == 0 or last == chunk.nbytes)
+    return _Part(rows, target, tensor_memory(target), is_of_blocks=is_of_blocks)
 
 
 def plain_rows(chunk: StoredChunk, box: Box) -> Rows | None:

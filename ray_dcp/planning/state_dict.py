@@ -60,6 +60,11 @@ class StatePlanner(DefaultSavePlanner):
         super().__init__(**kwargs)
         self._pickled: dict[str, bytes] = {}
 
+    @property
+    def resolves_in_place(self) -> bool:
+        """Whether ``resolve_data`` makes nothing large: it may be called long before the data is written."""
+        return type(self).resolve_data is StatePlanner.resolve_data
+
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:

@@ -260,8 +260,12 @@ class _FileWriter:
     def write(self, chunk: bytes | bytearray | memoryview) -> int:
         if self._descriptor is None:
             raise StoreError("cannot write: the writer is closed", url=self._url, key=self._key)
-        with store_errors("write", url=self._url, key=self._key):
+        try:
             written = write_fully(self._descriptor, chunk)
+        except RayDcpError:
+            raise
+        except OSError as error:
+            raise as_store_error(error, "write", url=self._url, key=self._key) from error
         self._nbytes += written
         if self._writeback is not None:
             self._writeback.written_up_to(self._nbytes)

@@ -1,4 +1,4 @@
-"""What a thread keeps from one read to the next, and how many tensors a planner is asked for before they are read."""
+"""What a thread keeps from one read to the next."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import functools
 from contextlib import closing, contextmanager
 
 import pytest
-import torch
 
-import ray_dcp as dcp
 from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
 from ray_dcp.dcp_io.read_tasks import Task, finished
 from ray_dcp.errors import StoreError
@@ -75,30 +73,3 @@ class TestLane:
         with closing(finished(self.reads(store, *"aaaabbbb"), num)) as some:
             next(some)
         assert store.now == []
-
-
-class Asked(dcp.DefaultLoadPlanner):
-    """A planner of the user's, which may make what it gives: it is asked for one tensor when the last is there."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def resolve_tensor(self, read_item):
-        self.calls.append(("resolve", read_item.dest_index.fqn))
-        return super().resolve_tensor(read_item).clone()
-
-    def commit_tensor(self, read_item, tensor):
-        self.calls.append(("commit", read_item.dest_index.fqn))
-        super().resolve_tensor(read_item).copy_(tensor)
-
-
-def test_a_planner_of_the_user_s_is_asked_for_one_large_tensor_at_a_time(tmp_path):
-    values = {f"w{n}": torch.full((3 << 18,), float(n)) for n in range(6)}
-    dcp.save(values, checkpoint_id=tmp_path, no_dist=True)
-    planner = Asked()
-    template = {fqn: torch.full_like(value, float("nan")) for fqn, value in values.items()}
-    dcp.load(template, checkpoint_id=tmp_path, planner=planner, no_dist=True)
-    assert all(torch.equal(template[fqn], value) for fqn, value in values.items())
-    assert [what for what, _ in planner.calls] == ["resolve", "commit"] * 6
-    assert [fqn for _, fqn in planner.calls[::2]] == [fqn for _, fqn in planner.calls[1::2]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ray_dcp.checksums import BlockChecksums
-from ray_dcp.dcp_io.record import Payload, write_python, write_tensor
+from ray_dcp.dcp_io.record import Payload, TensorRecord, write_python
 from ray_dcp.layout import BLOCK_NBYTES
 from ray_dcp.storage.local import LocalStore
 from tests.shardings import DTYPES, KINDS, same_bits, whole_tensor
@@ -24,7 +24,7 @@ def written(folder, *values) -> tuple[bytes, list[Payload]]:
     store = LocalStore(folder)
     with store.put_new("f") as sink:
         payloads = [
-            write_python(sink, memoryview(value)) if isinstance(value, bytes) else write_tensor(sink, value)
+            write_python(sink, memoryview(value)) if isinstance(value, bytes) else TensorRecord(value).write(sink)
             for value in values
         ]
     return store.get("f"), payloads
