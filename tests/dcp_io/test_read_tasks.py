@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -100,6 +101,14 @@ class TestReadRun:
 def test_a_local_store_is_read_block_by_block_and_a_bucket_with_requests_in_flight(tmp_path):
     assert read_shape(LocalStore(tmp_path)).unit_nbytes < read_shape(object()).unit_nbytes
     assert read_shape(object()).num_in_flight > 1
+
+
+@pytest.mark.parametrize("num_cpus", [1, 2, 7, 8, 16, 64])
+def test_threads_that_read_a_gibibyte_all_find_something_to_do(tmp_path, monkeypatch, num_cpus):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cpus)))
+    shape = read_shape(LocalStore(tmp_path))
+    parts = [Piece(n << 23, 1 << 23) for n in range(128)]
+    assert len(list(batches(parts, shape.batch_nbytes))) >= 4 * shape.num_in_flight or shape.num_in_flight == 1
 
 
 IN_FLIGHT = pytest.mark.parametrize("num", [1, 2, 4])
