@@ -235,7 +235,9 @@ def _read(request: LoadRequest, planned: _PlannedLoad, call: Call) -> list[Calla
 
 
 def _runs_code_to_restore(request: LoadRequest) -> bool:
-    plain = type(request.state_dict) in (dict, OrderedDict)
+    """Whether something may go wrong here when all is read, apart from Python values that were kept back."""
+    # A user's reader hands those over while it reads: then nobody knows whether a ``PerRank`` is to be resharded.
+    plain = type(request.state_dict) in (dict, OrderedDict) and isinstance(request.reader, StoreReader)
     return not plain or any(is_stateful(value) for value in request.state_dict.values())
 
 

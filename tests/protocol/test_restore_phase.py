@@ -6,7 +6,9 @@ from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
+from ray_dcp import CheckpointException, PerRank, StoreReader
 from ray_dcp.protocol.call import RemoteCall
 from tests.ranks import ThreadRanks, require_no_errors
 
@@ -84,3 +86,22 @@ def test_one_rank_that_runs_code_has_all_wait_for_it(saved, phases, one):
     require_no_errors(ThreadRanks(3).load(templates, saved))
     assert phases == {rank: [*WITHOUT, "restore"] for rank in range(3)}
     assert all(torch.equal(template["w"], torch.ones(2)) for template in templates)
+
+
+@pytest.mark.parametrize("reader", [StoreReader, FileSystemReader])
+def test_a_value_that_one_rank_fails_to_reshard_fails_the_load_on_all(tmp_path, reader):
+    """Also under a reader of the user's, which hands over Python values while it reads."""
+
+    def fail(values, rank, world_size):
+        raise ValueError("cannot be split")
+
+    def template(rank):
+        return {"w": nan(2), "cursor": PerRank(None, reshard=fail)} if rank == 1 else {"w": nan(2)}
+
+    saved = ThreadRanks(2).save(lambda rank: {"w": torch.ones(2), "cursor": PerRank(rank)}, tmp_path / "c")
+    require_no_errors(saved)
+    ranks = ThreadRanks(3)
+    place = str(tmp_path / "c")
+    outcomes = ranks.run(lambda rank: ranks.load_rank(rank, template(rank), place, reader=reader(place)))
+    assert [type(outcome) for outcome in outcomes] == [CheckpointException] * 3
+    assert {outcome.failed_ranks for outcome in outcomes} == {(1,)}
