@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 
 import pytest
@@ -20,21 +21,16 @@ from tests.shardings import differences, state, templates
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
+ONE = ReadShape(
+    unit_nbytes=BLOCK_NBYTES,
+    piece_nbytes=BLOCK_NBYTES,
+    run_nbytes=4 * BLOCK_NBYTES,
+    max_gap_nbytes=16 << 10,
+    num_in_flight=1,
+)
 SHAPES = {
-    "one at a time": ReadShape(
-        unit_nbytes=BLOCK_NBYTES,
-        piece_nbytes=BLOCK_NBYTES,
-        run_nbytes=4 * BLOCK_NBYTES,
-        max_gap_nbytes=16 << 10,
-        num_in_flight=1,
-    ),
-    "four": ReadShape(
-        unit_nbytes=BLOCK_NBYTES,
-        piece_nbytes=BLOCK_NBYTES,
-        run_nbytes=4 * BLOCK_NBYTES,
-        max_gap_nbytes=16 << 10,
-        num_in_flight=4,
-    ),
+    "one at a time": ONE,
+    "four": dataclasses.replace(ONE, num_in_flight=4),
     "small runs": ReadShape(
         unit_nbytes=BLOCK_NBYTES, piece_nbytes=700, run_nbytes=700, max_gap_nbytes=0, num_in_flight=8
     ),
