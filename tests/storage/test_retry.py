@@ -382,7 +382,8 @@ def test_the_calling_thread_counts_what_its_parts_read(memory):
 
 def test_an_interrupted_read_ends_its_parts_before_it_returns(memory):
     memory.put("key", bytes(1000))
-    policy = RetryPolicy(max_attempts=1000, max_elapsed_s=60, initial_backoff_s=30, max_backoff_s=30)
+    # Waits are drawn from nought upwards: from so long a range that none ends before the interruption.
+    policy = RetryPolicy(max_attempts=1000, max_elapsed_s=1e7, initial_backoff_s=1e6, max_backoff_s=1e6)
     flaky = Flaky(memory, [None, *passing(1000)])
     store = ParallelStore(RetryStore(flaky, policy), part_nbytes=100, max_parallel=3)
     progress = Progress()
