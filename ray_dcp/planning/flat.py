@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,3 +19,11 @@ def flat_state(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
         return dict(state_dict), {key: (key,) for key in state_dict}
     flat, paths = flatten_state_dict(state_dict)
     return flat, paths
+
+
+def in_key_order(state_dict: Mapping[Any, Any]) -> list[Any]:
+    """The keys of ``state_dict`` in the order in which every rank asks them, whatever order its own dict has.
+
+    ``state_dict()`` and ``load_state_dict()`` may wait for the other ranks, for ever if those are in another one.
+    """
+    return sorted(state_dict, key=str)

@@ -29,6 +29,7 @@ from ray_dcp.dcp_io.metadata_file import decode_python
 from ray_dcp.dcp_io.opened import OpenedCheckpoint
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import ConfigError, StateDictError
+from ray_dcp.planning.flat import in_key_order
 from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.shared_reads import ShareOffer
 from ray_dcp.planning.state_dict import is_stateful
@@ -143,7 +144,10 @@ def _collect_template(request: LoadRequest, call: Call) -> _Template:
     with phase(call, "collect"):
         if not isinstance(request.state_dict, dict):
             raise StateDictError(f"state_dict is a {type(request.state_dict).__name__}; pass the dict to fill")
-        values = {key: value.state_dict() if is_stateful(value) else value for key, value in request.state_dict.items()}
+        values: dict[str, Any] = {}
+        for key in in_key_order(request.state_dict):
+            value = request.state_dict[key]
+            values[key] = value.state_dict() if is_stateful(value) else value
         return _Template(values, PerRankTemplate(values, call.rank, call.world_size))
 
 
