@@ -26,6 +26,7 @@ from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import join_url, shown_url
+from ray_dcp.wording import counted, joined
 
 logger = logging.getLogger(__name__)
 
@@ -271,8 +272,8 @@ def _why_uncommitted(names: Sequence[str]) -> str:
     if MANIFEST in names:
         return "a save that stopped just before its commit: all files but .metadata"
     if shards := _shard_files(names):
-        return f"a save that never finished: {_counted(len(shards), 'shard file')}, no .metadata"
-    return f"{_counted(len(names), 'file')}, no .metadata and no shard file"
+        return f"a save that never finished: {counted(len(shards), 'shard file')}, no .metadata"
+    return f"{counted(len(names), 'file')}, no .metadata and no shard file"
 
 
 def _what_is_there(store: Store) -> str:
@@ -285,18 +286,18 @@ def _what_is_there(store: Store) -> str:
     committed = [folder for folder, here in zip(folders, there, strict=True) if here]
     steps = {folder: step for folder in folders if (step := parse_step_folder(folder)) is not None}
     if newest := max((f for f in committed if f in steps), key=lambda f: steps[f], default=""):
-        count = _counted(sum(folder in steps for folder in committed), "checkpoint")
+        count = counted(sum(folder in steps for folder in committed), "checkpoint")
         return f"this is a root with {count}, the newest is {newest}; pass {join_url(store.url, newest)}"
     if committed:
-        return f"this folder contains {', '.join(committed)}; pass {join_url(store.url, committed[0])}"
+        return f"this folder contains {joined(committed)}; pass {join_url(store.url, committed[0])}"
     names = [one.key for one in store.list()]
     if steps:
-        return f"this is a root with {_counted(len(steps), 'step folder')}, none of them committed"
+        return f"this is a root with {counted(len(steps), 'step folder')}, none of them committed"
     if not names:
         return "nothing is there" if not root_exists(store) else "the folder is empty"
     if MANIFEST in names or _shard_files(names):
         return _why_uncommitted(names)
-    return f"{_counted(len(names), 'file')}, but no .metadata"
+    return f"{counted(len(names), 'file')}, but no .metadata"
 
 
 def _shard_files(names: Iterable[str]) -> list[str]:
@@ -323,7 +324,3 @@ def _key(folder: str, name: str) -> str:
 
 def _by_step(one: CheckpointInfo | UncommittedFolder) -> tuple[float, str]:
     return float("inf") if one.step is None else one.step, one.checkpoint_id
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

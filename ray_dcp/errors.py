@@ -40,13 +40,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-_KEYS_IN_URL = re.compile(r"(?<=://)[^/?@]*@")
-_KEYS_IN_QUERY = re.compile(r"(?<=[?&])(session_token|access_key|secret_key)=[^&]*")
+from ray_dcp.wording import first_lines, number_runs
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_KEYS_IN_URL = re.compile(r"(?<=://)(?:[^/?@]*@|[^/?@]*:[^?@]*@)")
+"""In front of a bucket; a secret key may have slashes in it that somebody forgot to quote."""
 
 
 def without_keys(url: str) -> str:
-    """``url`` as a message may show it: without the keys that a bucket's URL may have."""
-    return _KEYS_IN_QUERY.sub(r"\1=...", _KEYS_IN_URL.sub("", url))
+    """``url`` as a message may show it: a bucket's without keys and parameters, a path as it is."""
+    if _URL.match(url) is None or url.startswith("file://"):
+        return url
+    return _KEYS_IN_URL.sub("", url.partition("?")[0])
 
 
 def _rebuild_error(cls: type[RayDcpError], args: tuple[Any, ...], facts: dict[str, Any]) -> RayDcpError:
@@ -81,8 +86,8 @@ class StoreError(RayDcpError, OSError):
     exit_code = 4
 
     def __init__(self, message: str, *, url: str, key: str = "") -> None:
-        super().__init__(f"{message} ({url}{'/' + key if key else ''})")
-        self.url = url
+        self.url = without_keys(url)
+        super().__init__(f"{message} ({self.url}{'/' + key if key else ''})")
         self.key = key
 
 
@@ -142,9 +147,9 @@ class CorruptCheckpointError(RayDcpError):
     exit_code = 5
 
     def __init__(self, message: str, *, file: str, fqn: str = "", offset: int = 0, nbytes: int = 0) -> None:
-        where = f"{file}{f', bytes {offset} to {offset + nbytes}' if nbytes else ''}"
+        self.file = without_keys(file)
+        where = f"{self.file}{f', bytes {offset} to {offset + nbytes}' if nbytes else ''}"
         super().__init__(f"{f'{fqn}: ' if fqn else ''}{message} ({where})")
-        self.file = file
         self.fqn = fqn
         self.offset = offset
         self.nbytes = nbytes
@@ -156,8 +161,8 @@ class UnsafeDataError(RayDcpError):
     exit_code = 5
 
     def __init__(self, message: str, *, file: str, fqn: str = "") -> None:
-        super().__init__(f"{f'{fqn}: ' if fqn else ''}{message} ({file})")
-        self.file = file
+        self.file = without_keys(file)
+        super().__init__(f"{f'{fqn}: ' if fqn else ''}{message} ({self.file})")
         self.fqn = fqn
 
 
@@ -167,19 +172,22 @@ class FormatVersionError(RayDcpError):
     exit_code = 5
 
     def __init__(self, *, found: int, supported: int, file: str) -> None:
+        self.file = without_keys(file)
         super().__init__(
-            f"{file} has format version {found}, this ray_dcp reads up to {supported}: upgrade ray_dcp to read it"
+            f"{self.file} has format version {found}, this ray_dcp reads up to {supported}: upgrade ray_dcp to read it"
         )
         self.found = found
         self.supported = supported
-        self.file = file
 
 
 class StateDictError(RayDcpError, ValueError):
-    """State dict and checkpoint do not fit; ``problems`` has one line for each thing that is wrong."""
+    """State dict and checkpoint do not fit; ``problems`` has one line for each thing that is wrong.
+
+    The message has the first of them and a count; ``problems`` all.
+    """
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
-        listed = "".join(f"\n  - {problem}" for problem in problems)
+        listed = "".join(f"\n  - {problem}" for problem in first_lines(problems, kept_in="the error's .problems"))
         super().__init__(f"{message}{listed}")
         self.problems = tuple(problems)
 
@@ -221,7 +229,7 @@ class JoinTimeoutError(GroupError, TimeoutError):
 
     def __init__(self, *, group: str, world_size: int, missing_ranks: Sequence[int], timeout_s: float) -> None:
         super().__init__(
-            f"ranks {list(missing_ranks)} of {world_size} did not join within {timeout_s:g} s. "
+            f"ranks {number_runs(missing_ranks)} of {world_size} did not join within {timeout_s:g} s. "
             "Are their processes running, and do they pass the same group name and world_size?",
             group=group,
         )
@@ -255,8 +263,8 @@ class RankLostError(GroupError):
     """Ranks died; ``lost`` maps each lost rank to what was seen of it."""
 
     def __init__(self, *, group: str, lost: Mapping[int, str]) -> None:
-        listed = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(lost.items()))
-        super().__init__(f"lost {listed}", group=group)
+        lines = [f"rank {rank}: {why}" for rank, why in sorted(lost.items())]
+        super().__init__(f"lost {'; '.join(first_lines(lines, kept_in='.lost'))}", group=group)
         self.lost = dict(lost)
 
 

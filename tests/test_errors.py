@@ -122,3 +122,23 @@ def test_all_problems_of_a_state_dict_are_in_the_message():
 def test_the_tree_in_the_docstring_is_the_tree():
     drawn = {word for word in errors.__doc__.split() if word.endswith(("Error", "Exception"))} - {"(Exception)"}
     assert {error.__name__ for error in all_error_classes()} <= drawn
+
+
+def test_what_a_url_says_beside_its_place_is_in_no_message():
+    url = "s3://AKIA:se/cr%2Fet@bucket/run/step-1?endpoint_override=host:9000&session_token=t0k"
+    for error in (
+        errors.StoreError("denied", url=url, key="x"),
+        errors.CheckpointNotFoundError(url, "nothing is there"),
+        errors.CorruptCheckpointError("checksum", file=url),
+        errors.UnsafeDataError("os.system", file=url),
+        errors.FormatVersionError(found=2, supported=1, file=url),
+        errors.SupersededError(checkpoint_id=url, attempt="0" * 24, newer="1" * 24),
+        CheckpointException("save", url, [DEAD]),
+    ):
+        assert "s3://bucket/run/step-1" in str(error)
+        assert not any(word in str(error) for word in ("AKIA", "cr%2Fet", "endpoint", "t0k", "?"))
+
+
+def test_a_path_is_shown_as_it_is():
+    for path in ("/runs/what?/a@b:c", "file:///runs/what?x=1", "./a?b"):
+        assert errors.without_keys(path) == path

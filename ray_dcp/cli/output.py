@@ -15,8 +15,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ray_dcp.wording import counted, number_runs
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+__all__ = [
+    "add_row",
+    "counted",
+    "format_metrics",
+    "format_nbytes",
+    "format_ranks",
+    "format_time",
+    "new_table",
+    "print_json",
+    "print_line",
+    "print_table",
+]
 
 _PIPE_WIDTH = 1000
 
@@ -82,15 +97,4 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
     """Sorted ranks with runs joined: ``0-3, 6``; a dash for none."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return number_runs(ranks) or "-"

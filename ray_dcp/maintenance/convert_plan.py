@@ -20,6 +20,7 @@ from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import shown_url, split_url
+from ray_dcp.wording import joined
 
 KINDS = ("dcp", "safetensors", "torch")
 MAX_SHARD_NBYTES = 5 * 10**9
@@ -156,7 +157,7 @@ def _rename(values: Sequence[SourceValue], options: ConvertOptions) -> list[Plan
     ]
     repeated = sorted(name for name, count in Counter(planned.name for planned in renamed).items() if count > 1)
     if repeated:
-        raise ConfigError("--strip-prefix", f"several values would have the name {', '.join(map(repr, repeated))}")
+        raise ConfigError("--strip-prefix", f"several values would have the name {joined(map(repr, repeated))}")
     return renamed
 
 

@@ -26,6 +26,7 @@ from ray_dcp.maintenance.convert_torch_file import TorchFile, is_torch_file
 from ray_dcp.planning.template import TemplatePlanner
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.urls import join_url, split_url, url_scheme
+from ray_dcp.wording import first_lines
 
 _MAX_INDEX = 1 << 20
 
@@ -150,7 +151,7 @@ class CheckpointSource:
         planner.set_up_planner(state, only, True)
         plan = planner.create_local_plan()
         if problems := planner.check().problems:
-            raise CorruptCheckpointError("; ".join(problems), file=self._file)
+            raise CorruptCheckpointError("; ".join(first_lines(problems)), file=self._file)
         plan = self._reader.prepare_local_plan(planner.finish_plan(plan))
         self._reader.read_data(plan, planner).wait()
 

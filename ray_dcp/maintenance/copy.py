@@ -32,6 +32,7 @@ from ray_dcp.maintenance.verify_plan import VerifyPlan, plan_verify
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import FolderStore, Store
 from ray_dcp.storage.urls import join_url, shown_url, split_url
+from ray_dcp.wording import joined
 
 _MAX_NAMED = 5
 
@@ -230,11 +231,10 @@ def _require_own_files(plan: VerifyPlan) -> None:
     named = [f"{item.fqn} ({item.file})" for file in plan.files for item in file.items if _is_elsewhere(item.file)]
     named += [f"{fault.fqn} ({fault.file})" for fault in plan.faults if _is_elsewhere(fault.file)]
     if named:
-        more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
         raise ConfigError(
             "CKPT",
             f"{shown_url(plan.checkpoint_id)} needs files of other checkpoints, and a copy would not have them: "
-            f"{', '.join(named[:_MAX_NAMED])}{more}. Load it and save it anew instead",
+            f"{joined(named, most=_MAX_NAMED)}. Load it and save it anew instead",
         )
 
 

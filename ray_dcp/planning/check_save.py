@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ray_dcp.errors import StateDictError
+from ray_dcp.wording import ranks_text
 
 _Kind = tuple[str, tuple[int, ...] | None, str]
 
@@ -27,7 +28,7 @@ def require_agreeing_plans(plans: Sequence[SavePlan]) -> None:
             if not ranks or ranks[-1] != rank:
                 ranks.append(rank)
     problems = [
-        f"{fqn}: " + "; ".join(f"ranks {ranks} have {_describe(kind)}" for kind, ranks in kinds.items())
+        f"{fqn}: " + "; ".join(_who_has(ranks, kind) for kind, ranks in kinds.items())
         for fqn, kinds in sorted(seen.items())
         if len(kinds) > 1
     ]
@@ -60,6 +61,10 @@ def item_kind(item: WriteItem) -> _Kind:
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         return "a Python object", None, ""
     return "a tensor", tuple(item.tensor_data.size), str(item.tensor_data.properties.dtype)
+
+
+def _who_has(ranks: Sequence[int], kind: _Kind) -> str:
+    return f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {_describe(kind)}"
 
 
 def _describe(kind: _Kind) -> str:

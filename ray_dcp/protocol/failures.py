@@ -13,9 +13,12 @@ from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from ray_dcp.errors import RayDcpError, without_keys
+from ray_dcp.wording import first_lines
 
 COORDINATOR = -1
 """In place of a rank, where the coordinator's own step failed."""
+_MAX_TRACEBACKS = 4
+"""In one message: what fails on many ranks mostly fails in one way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +92,11 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
         return {max(failure.rank, 0): _as_torch_wraps(failure) for failure in self.rank_failures}
 
     def __str__(self) -> str:
-        others = [f for f in self.rank_failures[1:] if f.message]
-        listed = "".join(f"\n  {f.who}: {f.error_type}: {f.message}" for f in others)
-        traces = "".join(
-            f"\n--- {f.who}, {f.phase} ---\n{f.traceback.rstrip()}"
-            for f in self.rank_failures
-            if f.traceback and not isinstance(f.cause, RayDcpError)  # ours say it all; a traceback would bury it
-        )
+        others = [f"{f.who}: {f.error_type}: {f.message}" for f in self.rank_failures[1:] if f.message]
+        listed = "".join(f"\n  {line}" for line in first_lines(others, kept_in=".rank_failures"))
+        # Of ours none: they say it all, and a traceback would bury it.
+        traced = [f for f in self.rank_failures if f.traceback and not isinstance(f.cause, RayDcpError)]
+        traces = "".join(f"\n--- {f.who}, {f.phase} ---\n{f.traceback.rstrip()}" for f in traced[:_MAX_TRACEBACKS])
         return f"{self.args[0]}{listed}{traces}"
 
 

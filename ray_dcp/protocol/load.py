@@ -28,7 +28,7 @@ from ray_dcp.collector import collector_paused
 from ray_dcp.dcp_io.metadata_file import decode_python
 from ray_dcp.dcp_io.opened import OpenedCheckpoint
 from ray_dcp.dcp_io.store_reader import StoreReader
-from ray_dcp.errors import ConfigError, StateDictError
+from ray_dcp.errors import ConfigError, StateDictError, without_keys
 from ray_dcp.planning.flat import in_key_order
 from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.shared_reads import ShareOffer
@@ -46,9 +46,10 @@ from ray_dcp.protocol.load_session import (
 )
 from ray_dcp.protocol.session import OnRankZero
 from ray_dcp.protocol.set_up import accepted
+from ray_dcp.wording import MAX_LISTED
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LoadReport:
     """What a load did on this rank. Lists of names are sorted."""
 
@@ -62,6 +63,22 @@ class LoadReport:
     """From storage, by this rank."""
     nbytes_loaded: int
     """Into this rank's template."""
+
+    def __repr__(self) -> str:
+        """With the first names of each list and a count: a model has thousands."""
+        named = ", ".join(f"{name}={_few(getattr(self, name))}" for name in ("loaded", "missing", "unexpected"))
+        place = without_keys(self.checkpoint_id)
+        return (
+            f"LoadReport(checkpoint_id={place!r}, {named}, "
+            f"nbytes_read={self.nbytes_read}, nbytes_loaded={self.nbytes_loaded})"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    """As Python writes a tuple, the first names only."""
+    shown = ", ".join(map(repr, names[:MAX_LISTED]))
+    rest = len(names) - MAX_LISTED
+    return f"({shown}{f', ... {rest} more' if rest > 0 else ',' if len(names) == 1 else ''})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ray_dcp.planning.template import TemplateCheck
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.session import Session, for_rank_zero, one_checkpoint_id
 from ray_dcp.protocol.wire import Carried
+from ray_dcp.wording import ranks_text
 
 Accepted = tuple[LoadPlan | None, tuple[str, ...], NodeShare | None]
 """The answer to a rank's plan: the final one, unexpected names, its node's share."""
@@ -155,7 +156,7 @@ def _require_fitting_templates(contributions: Sequence[LoadContribution], unexpe
         everywhere = list(range(len(contributions)))
         raise StateDictError(
             "the template does not fit the checkpoint; nothing was loaded",
-            [p if ranks == everywhere else f"{p} (ranks {ranks})" for p, ranks in sorted(found.items())],
+            [p if ranks == everywhere else f"{p} ({ranks_text(ranks)})" for p, ranks in sorted(found.items())],
         )
 
 

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ray_dcp.errors import StateDictError
+from ray_dcp.errors import StateDictError, without_keys
+from ray_dcp.wording import ranks_text
 
 
 class Session(Protocol):
@@ -59,7 +60,10 @@ def one_checkpoint_id(checkpoint_ids: Sequence[str]) -> str:
     for rank, checkpoint_id in enumerate(checkpoint_ids):
         by_id.setdefault(checkpoint_id, []).append(rank)
     if len(by_id) > 1:
+        # What is behind the "?" of a bucket's URL is not shown, and may be all that differs.
+        shown = len({without_keys(name) for name in by_id}) == len(by_id)
         raise StateDictError(
-            "ranks passed different checkpoint_ids", [f"ranks {ranks}: {name}" for name, ranks in by_id.items()]
+            "ranks passed different checkpoint_ids" + ("" if shown else ", whose keys or URL parameters differ"),
+            [f"{ranks_text(ranks)}: {without_keys(name)}" for name, ranks in by_id.items()],
         )
     return checkpoint_ids[0]

@@ -51,26 +51,26 @@ def test_every_disagreement_is_told_with_the_ranks_of_each_side():
         ),
     )
     assert found == (
-        "k: ranks [0, 2] have a tensor of shape (1,) and torch.float32; ranks [1] have a Python object",
-        "v: ranks [0, 2] have a tensor of shape (2,) and torch.float32; "
-        "ranks [1] have a tensor of shape (2,) and torch.float64",
-        "w: ranks [0, 2] have a tensor of shape (4,) and torch.float32; "
-        "ranks [1] have a tensor of shape (5,) and torch.float32",
+        "k: ranks 0, 2 have a tensor of shape (1,) and torch.float32; rank 1 has a Python object",
+        "v: ranks 0, 2 have a tensor of shape (2,) and torch.float32; "
+        "rank 1 has a tensor of shape (2,) and torch.float64",
+        "w: ranks 0, 2 have a tensor of shape (4,) and torch.float32; "
+        "rank 1 has a tensor of shape (5,) and torch.float32",
     )
 
 
 def test_shards_disagree_by_the_whole_size_and_not_by_their_own():
     require_agreeing_plans(plans_of({"w": rows(0, 1)}, {"w": rows(1, 4)}))
     assert problems(require_agreeing_plans, plans_of({"w": rows(0, 2)}, {"w": rows(2, 4, size=(5, 3))})) == (
-        "w: ranks [0] have a tensor of shape (4, 3) and torch.float32; "
-        "ranks [1] have a tensor of shape (5, 3) and torch.float32",
+        "w: rank 0 has a tensor of shape (4, 3) and torch.float32; "
+        "rank 1 has a tensor of shape (5, 3) and torch.float32",
     )
 
 
 def test_a_rank_with_several_chunks_is_named_once():
     both = LocalShards((4,), {(0,): torch.ones(1), (1,): torch.ones(1)})
     (problem,) = problems(require_agreeing_plans, plans_of({"w": both}, {"w": torch.ones(3)}))
-    assert problem.startswith("w: ranks [0] have a tensor of shape (4,)")
+    assert problem.startswith("w: rank 0 has a tensor of shape (4,)")
 
 
 def test_nothing_anywhere_is_refused():

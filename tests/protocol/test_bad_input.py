@@ -110,8 +110,8 @@ def test_different_checkpoint_ids(tmp_path):
     places = [tmp_path / "a", tmp_path / "b"]
     outcomes = ranks.run(lambda rank: ranks.save_rank(rank, {"w": torch.ones(4)}, places[rank]))
     for outcome in outcomes:
-        assert f"ranks [0]: {tmp_path}/a" in str(outcome)
-        assert f"ranks [1]: {tmp_path}/b" in str(outcome)
+        assert f"rank 0: {tmp_path}/a" in str(outcome)
+        assert f"rank 1: {tmp_path}/b" in str(outcome)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -151,7 +151,7 @@ def test_everything_wrong_with_a_template_is_told_at_once(tmp_path):
     problems = outcomes[1].__cause__.problems
     assert len(problems) == 5
     for name, words in {"w": "shape (4,)", "n": "torch.int64", "p": "Python object", "extra": "a tensor"}.items():
-        assert any(p.startswith(f"{name}:") and words in p and "(ranks [0])" in p for p in problems)
+        assert any(p.startswith(f"{name}:") and words in p and "(rank 0)" in p for p in problems)
     assert any(p.startswith("absent: not in the checkpoint") for p in problems)
     assert all(bool((value == 7).all()) for value in wrong.values() if isinstance(value, torch.Tensor))
 
@@ -196,7 +196,7 @@ def test_ranks_that_mean_different_things_by_one_name(tmp_path):
     error = save_failure(tmp_path / "c", disagreeing)
     assert isinstance(error.__cause__, StateDictError)
     assert [p.split(":")[0] for p in error.__cause__.problems] == ["v", "w"]
-    assert "ranks [0] have a tensor of shape (4,)" in str(error)
+    assert "rank 0 has a tensor of shape (4,)" in str(error)
 
 
 @pytest.mark.parametrize(

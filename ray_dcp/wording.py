@@ -1,0 +1,57 @@
+"""Lists in messages: a model has thousands of names, a cluster thousands of ranks, a reader one screen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable
+
+MAX_LISTED = 20
+"""Of one list, in one message. What is left out is counted, and kept in the error's or report's own fields."""
+_MAX_LINE = 600
+"""Characters of one entry: enough for a name, two shapes and a path."""
+
+
+def cut(text: str, most: int = _MAX_LINE) -> str:
+    """``text``, or its beginning and end with how much was left out between."""
+    if len(text) <= most:
+        return text
+    head, tail = most * 2 // 3, most // 3
+    return f"{text[:head]}[... {len(text) - head - tail} characters ...]{text[-tail:]}"
+
+
+def first_lines(lines: Collection[str], *, kept_in: str = "", most: int = MAX_LISTED) -> list[str]:
+    """The first ``most`` of ``lines``, long ones cut, and a line that counts the rest."""
+    shown = [cut(line) for line in itertools.islice(lines, most)]
+    rest = len(lines) - len(shown)
+    if rest > 0:
+        shown.append(f"and {rest} more" + (f": {kept_in} has all" if kept_in else ""))
+    return shown
+
+
+def joined(names: Iterable[object], *, most: int = MAX_LISTED) -> str:
+    """``a, b and 3 more``; of at most ``most`` + 1 names all are there."""
+    texts = [cut(str(name)) for name in names]
+    if len(texts) <= most + 1:
+        return ", ".join(texts)
+    return f"{', '.join(texts[:most])} and {len(texts) - most} more"
+
+
+def number_runs(numbers: Iterable[int], *, most: int = MAX_LISTED) -> str:
+    """Numbers in order, with runs joined: ``0-3, 6``; nothing for none."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number <= runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return joined((str(a) if a == b else f"{a}-{b}" for a, b in runs), most=most)
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """``rank 3``, ``ranks 0-3, 6``."""
+    return f"{'rank' if len(set(ranks)) == 1 else 'ranks'} {number_runs(ranks)}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
