@@ -34,6 +34,7 @@ from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.shared_reads import ShareOffer
 from ray_dcp.planning.state_dict import is_stateful
 from ray_dcp.planning.template import TemplateCheck, TemplatePlanner, without_names
+from ray_dcp.planning.template_hook import template_of
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.counting import CountingPlanner
@@ -131,7 +132,7 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
     Raises ``CheckpointException``. A template that does not fit is untouched.
     """
     metadata = _open(request, call)
-    template = _collect_template(request, call)
+    template = _collect_template(request, metadata, call)
     with phase(call, "read"), template.per_rank.expanded(metadata.state_dict_metadata), torch.no_grad():
         planned = _plan(request, template, metadata, call)
         puts = _read(request, planned, call)
@@ -157,14 +158,14 @@ def _open(request: LoadRequest, call: Call) -> Metadata:
     return metadata
 
 
-def _collect_template(request: LoadRequest, call: Call) -> _Template:
+def _collect_template(request: LoadRequest, metadata: Metadata, call: Call) -> _Template:
     with phase(call, "collect"):
         if not isinstance(request.state_dict, dict):
             raise StateDictError(f"state_dict is a {type(request.state_dict).__name__}; pass the dict to fill")
         values: dict[str, Any] = {}
         for key in in_key_order(request.state_dict):
             value = request.state_dict[key]
-            values[key] = value.state_dict() if is_stateful(value) else value
+            values[key] = template_of(value, str(key), metadata) if is_stateful(value) else value
         return _Template(values, PerRankTemplate(values, call.rank, call.world_size))
 
 
