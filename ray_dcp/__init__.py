@@ -10,9 +10,54 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ray_dcp.torch_modules import find_torch_modules
 from ray_dcp.version import __version__
 
 if TYPE_CHECKING:
+    # Under a name of its own each, which is what makes a name public to type checkers.
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader as FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter as FileSystemWriter
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as HuggingFaceStorageReader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata as BytesStorageMetadata
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata as Metadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorStorageMetadata
+    from torch.distributed.checkpoint.optimizer import (
+        load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict,
+    )
+    from torch.distributed.checkpoint.planner import LoadPlan as LoadPlan
+    from torch.distributed.checkpoint.planner import LoadPlanner as LoadPlanner
+    from torch.distributed.checkpoint.planner import ReadItem as ReadItem
+    from torch.distributed.checkpoint.planner import SavePlan as SavePlan
+    from torch.distributed.checkpoint.planner import SavePlanner as SavePlanner
+    from torch.distributed.checkpoint.planner import WriteItem as WriteItem
+    from torch.distributed.checkpoint.quantized_hf_storage import (
+        QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
+    )
+    from torch.distributed.checkpoint.storage import StorageReader as StorageReader
+    from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
+
+    from ray_dcp import default_planner as default_planner
+    from ray_dcp import errors as errors
+    from ray_dcp import filesystem as filesystem
+    from ray_dcp import format_utils as format_utils
+    from ray_dcp import hf_storage as hf_storage
+    from ray_dcp import metadata as metadata
+    from ray_dcp import optimizer as optimizer
+    from ray_dcp import planner as planner
+    from ray_dcp import planner_helpers as planner_helpers
+    from ray_dcp import quantized_hf_storage as quantized_hf_storage
+    from ray_dcp import staging as staging
+    from ray_dcp import state_dict as state_dict
+    from ray_dcp import state_dict_loader as state_dict_loader
+    from ray_dcp import state_dict_saver as state_dict_saver
+    from ray_dcp import stateful as stateful
+    from ray_dcp import storage as storage
+    from ray_dcp import train as train
+    from ray_dcp import utils as utils
     from ray_dcp.api import AsyncSaveResponse, LoadReport, async_save, load, save
     from ray_dcp.catalog import CheckpointInfo
     from ray_dcp.cluster.current import current_group
@@ -25,12 +70,16 @@ if TYPE_CHECKING:
     from ray_dcp.planning.per_rank import PerRank
     from ray_dcp.pool import RankPool
     from ray_dcp.protocol.failures import CheckpointException, RankFailure
+    from ray_dcp.state_dict_loader import load_state_dict as load_state_dict
+    from ray_dcp.state_dict_saver import save_state_dict as save_state_dict
     from ray_dcp.storage.s3_options import S3Options
 
 _HOME = {
     "save": "ray_dcp.api",
     "async_save": "ray_dcp.api",
     "load": "ray_dcp.api",
+    "save_state_dict": "ray_dcp.state_dict_saver",
+    "load_state_dict": "ray_dcp.state_dict_loader",
     "AsyncSaveResponse": "ray_dcp.api",
     "LoadReport": "ray_dcp.api",
     "LocalShards": "ray_dcp.planning.local_shards",
@@ -71,29 +120,31 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        found = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in ("errors", "train", "staging", "storage"):
-        found = importlib.import_module(f"ray_dcp.{name}")
-    elif name.startswith("__"):
-        raise AttributeError(f"module 'ray_dcp' has no attribute {name!r}")
-    else:
-        found = _from_torch(name)
-    globals()[name] = found
-    return found
+find_torch_modules()
+
+if not TYPE_CHECKING:  # a module that gives any name hides misspelt ones from type checkers
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            found = getattr(importlib.import_module(_HOME[name]), name)
+        elif name.startswith("__"):
+            raise AttributeError(f"module 'ray_dcp' has no attribute {name!r}")
+        else:
+            found = _module_or_torchs(name)
+        globals()[name] = found
+        return found
 
 
-def _from_torch(name: str) -> Any:
-    """The attribute or submodule ``name`` of ``torch.distributed.checkpoint``."""
-    torch_dcp = "torch.distributed.checkpoint"
+def _module_or_torchs(name: str) -> Any:
+    """The submodule ``name``, or what ``torch.distributed.checkpoint`` has under that name."""
     try:
-        return getattr(importlib.import_module(torch_dcp), name)
-    except AttributeError:
-        pass
-    try:
-        return importlib.import_module(f"{torch_dcp}.{name}")
+        return importlib.import_module(f"ray_dcp.{name}")
     except ModuleNotFoundError as error:
+        if error.name != f"ray_dcp.{name}":
+            raise
+    try:
+        return getattr(importlib.import_module("torch.distributed.checkpoint"), name)
+    except AttributeError as error:
         message = f"neither ray_dcp nor torch.distributed.checkpoint has {name!r}"
         raise AttributeError(message) from error
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from torch.distributed.checkpoint import api as torch_api
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -22,7 +25,7 @@ from ray_dcp.errors import ConfigError
 from ray_dcp.maintenance.after_save import SweepAfterSave
 from ray_dcp.protocol.background import AsyncSaveResponse, BackgroundSaves
 from ray_dcp.protocol.call import Call, SoloCall, phase
-from ray_dcp.protocol.failures import RankFailure
+from ray_dcp.protocol.failures import CheckpointException, RankFailure
 from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner
 from ray_dcp.protocol.load import load as load_rank
 from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save, staged_by
@@ -30,6 +33,8 @@ from ray_dcp.protocol.save import save as save_rank
 from ray_dcp.protocol.sessions import FailedLoad, NewestContribution
 
 CheckpointId = str | os.PathLike[str]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _solo_saves = BackgroundSaves()
 """The asynchronous saves of a process that acts alone."""
@@ -37,6 +42,26 @@ _solo_sweep = SweepAfterSave(lambda: (frozenset(), frozenset()))
 """For a group its coordinator does it."""
 
 
+def second_argument_is(storage: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Takes ``storage`` as the second positional argument too, with a warning: where torch's first versions had it."""
+
+    def takes_it(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            if len(args) == 2:
+                message = f"{function.__name__}: pass the second argument by its name, as {storage}="
+                warnings.warn(message, stacklevel=2)
+                anyhow: Any = function
+                found: R = anyhow(args[0], **{storage: args[1]}, **kwargs)
+                return found
+            return function(*args, **kwargs)
+
+        return called
+
+    return takes_it
+
+
+@second_argument_is("storage_writer")
 def save(
     state_dict: Mapping[str, Any],
     *,
@@ -59,7 +84,7 @@ def save(
 
     Raises ``CheckpointException`` on every rank when anything fails on any; then nothing was committed.
     """
-    call, saves = _start_call("save", checkpoint_id, _ranks(group, process_group, no_dist))
+    call, saves = _start_call("save", checkpoint_id, ranks_of(group, process_group, no_dist))
     with phase(call, "collect"):
         _require_collectives(use_collectives)
         request = _save_request(state_dict, checkpoint_id, storage_writer, planner)
@@ -90,7 +115,7 @@ def async_save(
 
     With an ``async_stager`` the whole state dict is staged by it instead. Other arguments as in ``save``.
     """
-    call, saves = _start_call("save", checkpoint_id, _ranks(group, process_group, no_dist))
+    call, saves = _start_call("save", checkpoint_id, ranks_of(group, process_group, no_dist))
     with phase(call, "collect"):
         _require_collectives(use_collectives)
         request = _save_request(state_dict, checkpoint_id, storage_writer, planner)
@@ -101,6 +126,7 @@ def async_save(
     return saves.start(stage_save(plan_save(request, call), call), call)
 
 
+@second_argument_is("storage_reader")
 def load(
     state_dict: dict[str, Any],
     *,
@@ -128,7 +154,7 @@ def load(
 
     Raises ``CheckpointException`` on every rank, listing all that does not fit.
     """
-    call, saves = _start_call("load", checkpoint_id, _ranks(group, process_group, no_dist))
+    call, saves = _start_call("load", checkpoint_id, ranks_of(group, process_group, no_dist))
     with phase(call, "collect"):
         reader = storage_reader if storage_reader is not None else StoreReader(trusted=trusted)
         location = _location(checkpoint_id, reader, "storage_reader")
@@ -146,14 +172,15 @@ def newest(
     ``after`` a load that failed on all ranks it is the newest one older than that step, and None where no rank saw
     damaged bytes.
     """
-    call, saves = _start_call("newest", root, _ranks(group, None, no_dist=False))
+    call, saves = _start_call("newest", root, ranks_of(group, None, no_dist=False))
     with phase(call, "choose"):
         saves.settle()
         chosen: CheckpointInfo | None = call.exchange("choose", NewestContribution(call.checkpoint_id, after))
     return chosen
 
 
-def _ranks(group: RankGroup | None, process_group: Any, no_dist: bool) -> RankGroup | None:
+def ranks_of(group: RankGroup | None, process_group: Any, no_dist: bool) -> RankGroup | None:
+    """The group of a call; None for this process alone."""
     if no_dist:
         return None
     if group is not None:
@@ -185,12 +212,15 @@ def _start_call(kind: str, checkpoint_id: CheckpointId | None, ranks: RankGroup 
 
 
 @contextmanager
-def preparing(kind: str, group: RankGroup | None) -> Iterator[None]:
-    """What an argument raises in the block, on this rank and before its call, ends the call of the others too."""
+def preparing(kind: str, group: RankGroup | None, *, alone: bool = False) -> Iterator[None]:
+    """What an argument raises in the block, on this rank and before its call, ends the call of the others too.
+
+    ``alone``: there are no others.
+    """
     try:
         yield
     except Exception as error:
-        ranks = group if group is not None else current_group()
+        ranks = None if alone else group if group is not None else current_group()
         if ranks is not None:
             call = ranks.start_call(kind)
             call.report(RankFailure.from_exception(error, rank=call.rank, phase="collect"))
@@ -232,4 +262,21 @@ def _require_collectives(use_collectives: bool) -> None:
         )
 
 
-__all__ = ["AsyncSaveResponse", "LoadReport", "absolute", "async_save", "load", "newest", "preparing", "save"]
+if not TYPE_CHECKING:  # torch's module of this name has more, and a module that gives any name hides misspelt ones
+
+    def __getattr__(name: str) -> Any:
+        return getattr(torch_api, name)
+
+
+__all__ = [
+    "AsyncSaveResponse",
+    "CheckpointException",
+    "LoadReport",
+    "absolute",
+    "async_save",
+    "load",
+    "newest",
+    "preparing",
+    "ranks_of",
+    "save",
+]

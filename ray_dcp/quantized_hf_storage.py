@@ -1,0 +1,8 @@
+"""``torch.distributed.checkpoint.quantized_hf_storage`` under this package's name: one and the same module."""
+
+import sys
+
+from torch.distributed.checkpoint import quantized_hf_storage
+from torch.distributed.checkpoint.quantized_hf_storage import *  # for type checkers, who do not see the next line
+
+sys.modules[__name__] = quantized_hf_storage
