@@ -6,6 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -121,9 +122,13 @@ def async_save(
         request = _save_request(state_dict, checkpoint_id, storage_writer, planner)
         saves.settle()
     if async_stager is not None:
-        staged_request = staged_by(async_stager, request, call)
-        return saves.start(plan_save(staged_request, call), call)
-    return saves.start(stage_save(plan_save(request, call), call), call)
+        planned = plan_save(staged_by(async_stager, request, call), call)
+    else:
+        planned = stage_save(plan_save(request, call), call)
+    response = saves.start(planned, call)
+    if isinstance(call, SoloCall) and isinstance(request.writer, StoreWriter):
+        response.upload_completion.add_done_callback(functools.partial(_sweep_behind, request.checkpoint_id))
+    return response
 
 
 @second_argument_is("storage_reader")
@@ -177,6 +182,12 @@ def newest(
         saves.settle()
         chosen: CheckpointInfo | None = call.exchange("choose", NewestContribution(call.checkpoint_id, after))
     return chosen
+
+
+def _sweep_behind(checkpoint_id: str, ended: Future[Metadata]) -> None:
+    """``ended`` is that of a ``BackgroundSaves``: whoever looks at it there has to tell what it says."""
+    if not ended.cancelled() and Future.exception(ended) is None:
+        _solo_sweep.save_ended(checkpoint_id, committed=True)
 
 
 def ranks_of(group: RankGroup | None, process_group: Any, no_dist: bool) -> RankGroup | None:

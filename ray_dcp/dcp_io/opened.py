@@ -63,8 +63,8 @@ def _open_safetensors(location: str) -> OpenedCheckpoint | None:
     if location.endswith(SUFFIX):
         folder, name = split_url(location)
         with suppress(ObjectNotFoundError):
-            open_store(folder or ".").get(name, 0, 0)
-            location, only = folder or ".", name
+            open_store(folder).get(name, 0, 0)
+            location, only = folder, name
     try:
         found = find_safetensors(open_store(location), only)
     except NotAFolderError:

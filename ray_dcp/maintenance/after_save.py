@@ -1,7 +1,8 @@
-"""``SweepAfterSave``: what failed saves have left goes when the next one under the same root has committed."""
+"""``SweepAfterSave``: what failed and replaced saves have left goes when the next one has committed."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -9,8 +10,10 @@ from collections.abc import Set as AbstractSet
 
 from ray_dcp.errors import RayDcpError
 from ray_dcp.layout import parse_step_folder
-from ray_dcp.maintenance.sweep import Sweeper, delete_leftovers
+from ray_dcp.maintenance.replaced import plan_replaced
+from ray_dcp.maintenance.sweep import Sweeper, SweepPlan, delete_leftovers
 from ray_dcp.storage.urls import shown_url, split_url
+from ray_dcp.wording import first_lines
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +23,7 @@ class SweepAfterSave:
 
     ``attempts`` returns those that are under way and those that have failed for good, as far as they are known here:
     the latter need no grace. Only roots whose folders are steps are swept: anything may lie beside other checkpoints.
+    Of every checkpoint, step or not, go the files of saves that newer ones of the same id have replaced: ``replaced``.
     """
 
     def __init__(self, attempts: Callable[[], tuple[AbstractSet[str], AbstractSet[str]]]) -> None:
@@ -27,19 +31,22 @@ class SweepAfterSave:
         self._lock = threading.Lock()
         self._sweepers: dict[str, Sweeper] = {}
         self._touched: dict[str, set[str]] = {}
+        self._due: dict[str, set[str]] = {}
+        """By root, the folders of checkpoints that were committed since they were last looked at."""
         self._sweeping: threading.Thread | None = None
 
     def save_ended(self, checkpoint_id: str, *, committed: bool) -> None:
         """A save is over; sweep its root when it has committed, and look at its folder again in any case."""
         root, folder = split_url(checkpoint_id)
-        if parse_step_folder(folder) is None:
-            return
         with self._lock:
-            self._touched.setdefault(root, set()).add(folder)
-            if not committed or (self._sweeping is not None and self._sweeping.is_alive()):
+            if parse_step_folder(folder) is not None:
+                self._touched.setdefault(root, set()).add(folder)
+            if not committed:
                 return
-            self._sweeping = threading.Thread(target=self._sweep, args=(root,), name="ray_dcp-sweep", daemon=True)
-            self._sweeping.start()
+            self._due.setdefault(root, set()).add(folder)
+            if self._sweeping is None or not self._sweeping.is_alive():
+                self._sweeping = threading.Thread(target=self._sweep_due, name="ray_dcp-sweep", daemon=True)
+                self._sweeping.start()
 
     def wait(self) -> None:
         """Return when no sweep is under way."""
@@ -48,23 +55,46 @@ class SweepAfterSave:
         if sweeping is not None:
             sweeping.join()
 
-    def _sweep(self, root: str) -> None:
+    def _sweep_due(self) -> None:
+        """Until no committed save is left that nobody has looked behind."""
+        while True:
+            with self._lock:
+                if not self._due:
+                    self._sweeping = None
+                    return
+                root, folders = self._due.popitem()
+            plans = [functools.partial(self._plan_replaced, root, folder) for folder in sorted(folders)]
+            if any(parse_step_folder(folder) is not None for folder in folders):
+                plans.append(functools.partial(self._plan_sweep, root))
+            for plan in plans:
+                _carry_out(root, plan)
+
+    def _plan_replaced(self, root: str, folder: str) -> SweepPlan:
+        live, dead = self._attempts()
+        return plan_replaced(root, folder, live_attempts=live, dead_attempts=dead)
+
+    def _plan_sweep(self, root: str) -> SweepPlan:
         with self._lock:
             sweeper = self._sweepers.setdefault(root, Sweeper(root))
             touched = self._touched.pop(root, set())
         for folder in touched:
             sweeper.forget(folder)
-        try:
-            live, dead = self._attempts()
-            plan = sweeper.plan(live_attempts=live, dead_attempts=dead)
-            report = delete_leftovers(plan)
-        except RayDcpError as error:
-            logger.warning("cannot look for leftovers of failed saves under %s: %s", shown_url(root), error)
-            return
-        except Exception as error:
-            logger.warning("looking for leftovers under %s failed: %r", shown_url(root), error, exc_info=True)
-            return
-        if report.deleted:
-            logger.info("removed %d leftovers (%d bytes) of failed saves", len(report.deleted), report.nbytes)
-        for line in [*plan.unreadable, *(f"{failed.key}: {failed.message}" for failed in report.failed)]:
-            logger.warning("leftovers of failed saves stay under %s: %s", shown_url(root), line)
+        live, dead = self._attempts()
+        return sweeper.plan(live_attempts=live, dead_attempts=dead)
+
+
+def _carry_out(root: str, make_plan: Callable[[], SweepPlan]) -> None:
+    """Delete what the plan says. Nothing is raised: the save that this runs behind is over."""
+    try:
+        plan = make_plan()
+        report = delete_leftovers(plan)
+    except RayDcpError as error:
+        logger.warning("cannot look for leftovers of earlier saves under %s: %s", shown_url(root), error)
+        return
+    except Exception as error:
+        logger.warning("looking for leftovers under %s failed: %r", shown_url(root), error, exc_info=True)
+        return
+    if report.deleted:
+        logger.info("removed %d leftovers (%d bytes) of earlier saves", len(report.deleted), report.nbytes)
+    for line in first_lines([*plan.unreadable, *(f"{failed.key}: {failed.message}" for failed in report.failed)]):
+        logger.warning("leftovers of earlier saves stay under %s: %s", shown_url(root), line)

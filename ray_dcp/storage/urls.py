@@ -49,10 +49,17 @@ def join_url(url: str | os.PathLike[str], *names: str) -> str:
 
 
 def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """What ``join_url`` has joined: where the last folder lies, and its name."""
+    """What ``join_url`` has joined: where the last folder lies, and its name.
+
+    Above a whole bucket lies ``s3://``, which no store opens.
+    """
     text = os.fsdecode(url)
     head, mark, query = text.partition("?") if url_scheme(text) in ("s3", "gs") else (text, "", "")
-    parent, _, name = head.rstrip("/").rpartition("/")
+    parent, slash, name = head.rstrip("/").rpartition("/")
+    if parent.endswith(":/"):
+        parent += slash
+    elif not parent:
+        parent = "/" if head.startswith("/") else "."
     return parent + mark + query, name
 
 
