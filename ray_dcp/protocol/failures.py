@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import functools
 import pickle
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
@@ -35,10 +37,13 @@ class RankFailure:
     """Text; empty where nothing was raised (a rank that died)."""
     cause: BaseException | None = None
     """The original, where it can be pickled."""
+    catchable_as: tuple[str, ...] = ()
+    """Built-in exceptions that it was, wherever it has been left behind."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         cause = None if self.cause is None else cloudpickle.dumps(self.cause)
-        return _rebuild_failure, (cause, self.rank, self.phase, self.error_type, self.message, self.traceback)
+        told = self.rank, self.phase, self.error_type, self.message, self.traceback
+        return _rebuild_failure, (cause, *told, self.catchable_as)
 
     @classmethod
     def from_exception(cls, error: BaseException, *, rank: int, phase: str) -> RankFailure:
@@ -49,6 +54,7 @@ class RankFailure:
             message=_text(error),
             traceback="".join(traceback.format_exception(error)),
             cause=error if _survives_pickling(error) else None,
+            catchable_as=tuple(kind.__name__ for kind in _builtins_of(type(error))),
         )
 
     @property
@@ -60,9 +66,15 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
     """A save or load failed, on every rank of it. ``__cause__`` is the original exception of the first failure.
 
     Also a ``torch.distributed.checkpoint.CheckpointException``, so code that catches that one goes on working; and,
-    unlike torch's, an ``Exception``. Example: rank 1's disk is full while ranks 0 and 2 are done writing: all three
-    raise this, with ``phase`` "write" and ``failed_ranks`` (1,); nothing was committed, the next save may begin.
+    unlike torch's, an ``Exception``. It can be caught as what the cause is, too: ``FileNotFoundError`` where there is
+    no checkpoint, ``ValueError`` where a state dict does not fit, ``OSError``, ``KeyError``, ``RuntimeError`` ...
+    Example: rank 1's disk is full while ranks 0 and 2 are done writing: all three raise this (an ``OSError`` as well),
+    with ``phase`` "write" and ``failed_ranks`` (1,); nothing was committed, the next save may begin.
     """
+
+    def __new__(cls, kind: str, checkpoint_id: str, rank_failures: Sequence[RankFailure]) -> CheckpointException:
+        also: Any = _also(cast(Any, cls), rank_failures[0].catchable_as)
+        return super(CheckpointException, also).__new__(also)
 
     def __init__(self, kind: str, checkpoint_id: str, rank_failures: Sequence[RankFailure]) -> None:
         first = rank_failures[0]
@@ -70,7 +82,7 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
         Exception.__init__(
             self,
             f"{kind} of {without_keys(checkpoint_id) or 'a checkpoint'} failed in phase {first.phase!r}: "
-            f"{first.who}: {first.error_type}: {first.message}{more}",
+            f"{first.who}: {first.error_type}: {first.message}{more}{_what_is_changed(kind, first.phase)}",
         )
         self.kind = kind
         self.checkpoint_id = checkpoint_id
@@ -100,6 +112,52 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
         return f"{self.args[0]}{listed}{traces}"
 
 
+_CATCHABLE = frozenset(
+    {
+        *(one for one in vars(builtins).values() if isinstance(one, type) and issubclass(one, OSError)),
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        KeyError,
+        IndexError,
+        RuntimeError,
+        NotImplementedError,
+        AssertionError,
+        ArithmeticError,
+    }
+) - {TimeoutError}
+"""Not those that say something to Python itself (``StopIteration``), nor ``TimeoutError``: who waits some time for a
+save, by ``upload_completion.result(5)``, would take one that has failed for one that goes on."""
+
+
+def _builtins_of(cause: type[BaseException]) -> list[type[BaseException]]:
+    """The built-in exceptions that a cause is, none of them a base of another."""
+    found: list[type[BaseException]] = []
+    if not issubclass(cause, TimeoutError):
+        for one in cause.__mro__:
+            if one in _CATCHABLE and not any(issubclass(earlier, one) for earlier in found):
+                found.append(one)
+    return sorted(found, key=lambda kind: not issubclass(kind, OSError))  # the one whose objects have another shape
+
+
+@functools.cache
+def _also(cls: Any, names: tuple[str, ...]) -> Any:
+    """``cls`` that can also be caught as these built-in exceptions; made once, and pickled as a call of ``cls``."""
+    kinds = tuple(getattr(builtins, name) for name in names)
+    if not kinds or issubclass(cls, kinds):
+        return cls
+    told = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls, *kinds), told)
+
+
+def _what_is_changed(kind: str, phase: str) -> str:
+    """Of a template, by a load that has failed; in every phase before these it is as it was."""
+    if kind != "load" or phase not in ("read", "restore"):
+        return ""
+    return "; its tensors are filled by now" if phase == "restore" else "; some of the template's tensors may be filled"
+
+
 def _as_torch_wraps(failure: RankFailure) -> WRAPPED_EXCEPTION:
     error = failure.cause or RuntimeError(f"{failure.error_type}: {failure.message}")
     return error, traceback.StackSummary.from_list([])
@@ -113,14 +171,20 @@ def _text(error: BaseException) -> str:
 
 
 def _rebuild_failure(
-    pickled_cause: bytes | None, rank: int, phase: str, error_type: str, message: str, traceback: str
+    pickled_cause: bytes | None,
+    rank: int,
+    phase: str,
+    error_type: str,
+    message: str,
+    traceback: str,
+    catchable_as: tuple[str, ...],
 ) -> RankFailure:
     """The failure, without its cause where this process cannot import that: it must arrive all the same."""
     try:
         cause = None if pickled_cause is None else pickle.loads(pickled_cause)
     except BaseException:  # noqa: BLE001 - a user's class may raise anything here
         cause = None
-    return RankFailure(rank, phase, error_type, message, traceback, cause)
+    return RankFailure(rank, phase, error_type, message, traceback, cause, catchable_as)
 
 
 def _survives_pickling(error: BaseException) -> bool:

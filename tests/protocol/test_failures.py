@@ -1,0 +1,78 @@
+"""What a rank sees when a save or load fails: one error, which can be caught as what its cause is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import cloudpickle
+import pytest
+import torch.distributed.checkpoint as torch_dcp
+
+from ray_dcp.errors import CheckpointNotFoundError, ConfigError, StalledError, UnknownSchemeError
+from ray_dcp.protocol.failures import CheckpointException, RankFailure
+
+
+class OnlyHereError(LookupError):
+    def __init__(self, *, needed: int) -> None:
+        super().__init__(f"needs {needed}")
+
+
+def failed(cause: BaseException) -> CheckpointException:
+    failure = RankFailure.from_exception(cause, rank=1, phase="open")
+    return CheckpointException("load", "/dir/step-1", [failure])
+
+
+CAUGHT_AS = [
+    (CheckpointNotFoundError("/dir", "nothing is there"), (FileNotFoundError, OSError)),
+    (UnknownSchemeError("unknown scheme", url="hdfsx://a"), (ValueError, OSError)),
+    (ConfigError("keep_last", "is negative"), (ValueError,)),
+    (KeyError("w"), (KeyError, LookupError)),
+    (OnlyHereError(needed=3), (LookupError,)),
+    (RecursionError("too deep"), (RuntimeError,)),
+    (UnicodeDecodeError("utf-8", b"x", 0, 1, "odd"), (ValueError,)),
+    (PermissionError(13, "denied", "/dir"), (PermissionError, OSError)),
+]
+
+
+@pytest.mark.parametrize(
+    "carry",
+    [
+        lambda error: error,
+        lambda error: pickle.loads(pickle.dumps(error)),
+        lambda error: cloudpickle.loads(cloudpickle.dumps(error)),
+        copy.deepcopy,
+        lambda error: pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(error)))),
+    ],
+    ids=["raised", "pickle", "cloudpickle", "deepcopy", "twice"],
+)
+@pytest.mark.parametrize(("cause", "kinds"), CAUGHT_AS, ids=lambda one: type(one).__name__)
+def test_it_is_also_the_built_in_error_that_the_cause_is(cause, kinds, carry):
+    arrived = carry(failed(cause))
+    for kind in (*kinds, CheckpointException, torch_dcp.CheckpointException):
+        with pytest.raises(kind):
+            raise arrived
+    assert type(arrived).__name__ == "CheckpointException"
+    assert str(arrived) == str(failed(cause))
+    assert (arrived.phase, arrived.failed_ranks) == ("open", (1,))
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [StopIteration(), StalledError(group="g", rank=0, phase="write", stalled_s=1.0), KeyboardInterrupt()],
+    ids=lambda cause: type(cause).__name__,
+)
+def test_it_is_nothing_that_means_something_to_python_or_to_a_wait(cause):
+    """``upload_completion.result(timeout=5)`` raises TimeoutError while the save goes on."""
+    assert type(failed(cause)) is CheckpointException
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "said"),
+    [("load", "plan", ""), ("load", "read", "may be filled"), ("load", "restore", "are filled"), ("save", "write", "")],
+)
+def test_a_failed_load_says_when_tensors_have_changed(kind, phase, said):
+    failure = RankFailure.from_exception(ValueError("no"), rank=0, phase=phase)
+    text = str(CheckpointException(kind, "/dir", [failure]).args[0])
+    assert ("filled" in text) == bool(said)
+    assert said in text
