@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from ray_dcp.catalog import CheckpointInfo
 from ray_dcp.cluster.current import current_group, process_group_ranks
 from ray_dcp.cluster.group import RankGroup
-from ray_dcp.config import share_reads_from
+from ray_dcp.config import DEFAULT_REPLICA_NBYTES, ReplicaCheck, replica_check_from, share_reads_from
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import ConfigError
@@ -73,6 +73,8 @@ def save(
     group: RankGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    replica_check: str | None = None,
+    replica_check_nbytes: int | None = DEFAULT_REPLICA_NBYTES,
 ) -> Metadata:
     """Save a state dict that is spread over the ranks of a group; every rank calls this.
 
@@ -83,12 +85,19 @@ def save(
     ``checkpoint_id`` is a path or URL; with a ``storage_writer`` it may be left out. ``group`` defaults to
     ``current_group()``; ``no_dist`` saves this process alone.
 
+    Of a plain value that several ranks have one rank's is written. They are compared: Python values and tensors of up
+    to ``replica_check_nbytes`` (None: of any size) whole, larger tensors by 64 KiB spread over them. Where they differ
+    the lowest rank's is written, for all names that differ, and ``replica_check`` says what else: "warn" (the default,
+    or what ``RAY_DCP_REPLICA_CHECK`` says) logs a warning for each name and keeps it with the checkpoint, "error"
+    refuses the save before a byte is written, "off" does not compare.
+
     Raises ``CheckpointException`` on every rank when anything fails on any; then nothing was committed.
     """
     call, saves = _start_call("save", checkpoint_id, ranks_of(group, process_group, no_dist))
     with phase(call, "collect"):
         _require_collectives(use_collectives)
-        request = _save_request(state_dict, checkpoint_id, storage_writer, planner)
+        check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
+        request = _save_request(state_dict, checkpoint_id, storage_writer, planner, check)
         saves.settle()
     metadata = save_rank(request, call)
     if isinstance(call, SoloCall) and isinstance(request.writer, StoreWriter):
@@ -107,6 +116,8 @@ def async_save(
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    replica_check: str | None = None,
+    replica_check_nbytes: int | None = DEFAULT_REPLICA_NBYTES,
 ) -> AsyncSaveResponse:
     """Save in the background what the state dict holds now; every rank calls this.
 
@@ -119,7 +130,8 @@ def async_save(
     call, saves = _start_call("save", checkpoint_id, ranks_of(group, process_group, no_dist))
     with phase(call, "collect"):
         _require_collectives(use_collectives)
-        request = _save_request(state_dict, checkpoint_id, storage_writer, planner)
+        check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
+        request = _save_request(state_dict, checkpoint_id, storage_writer, planner, check)
         saves.settle()
     if async_stager is not None:
         planned = plan_save(staged_by(async_stager, request, call), call)
@@ -204,10 +216,11 @@ def _save_request(
     checkpoint_id: CheckpointId | None,
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
+    replica_check: ReplicaCheck,
 ) -> SaveRequest:
     writer = storage_writer if storage_writer is not None else StoreWriter()
     location = _location(checkpoint_id, writer, "storage_writer")
-    return SaveRequest(state_dict, location, writer, default_save_planner(planner))
+    return SaveRequest(state_dict, location, writer, default_save_planner(planner), replica_check)
 
 
 def _start_call(kind: str, checkpoint_id: CheckpointId | None, ranks: RankGroup | None) -> tuple[Call, BackgroundSaves]:

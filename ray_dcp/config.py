@@ -63,6 +63,38 @@ class Limits:
         return cls(**given)
 
 
+REPLICA_CHECKS = ("warn", "error", "off")
+DEFAULT_REPLICA_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCheck:
+    """What a save does about values that ranks hold under one name and that differ."""
+
+    mode: str = "warn"
+    """"warn": the lowest rank's value is saved, with a warning for each name. "error": the save is refused. "off":
+    nothing is looked at, and any rank's value may be the one that is saved."""
+    max_nbytes: int | None = DEFAULT_REPLICA_NBYTES
+    """Tensors of up to so many bytes are compared whole, of larger ones 64 KiB spread over them; None: all whole."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in REPLICA_CHECKS:
+            raise ConfigError("replica_check", f"{self.mode!r} is none of {', '.join(map(repr, REPLICA_CHECKS))}")
+        nbytes = self.max_nbytes
+        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
+            raise ConfigError("replica_check_nbytes", f"is a number of bytes, or None for all, not {nbytes!r}")
+
+
+DEFAULT_REPLICA_CHECK = ReplicaCheck()
+
+
+def replica_check_from(
+    variables: Mapping[str, str], mode: str | None = None, max_nbytes: int | None = DEFAULT_REPLICA_NBYTES
+) -> ReplicaCheck:
+    """The check that is asked for: ``mode``, else what ``RAY_DCP_REPLICA_CHECK`` says, else a warning."""
+    return ReplicaCheck(mode or variables.get(_VARIABLE_PREFIX + "REPLICA_CHECK") or "warn", max_nbytes)
+
+
 def share_reads_from(variables: Mapping[str, str]) -> bool:
     """Whether ranks of one node may read for each other: yes, unless ``RAY_DCP_SHARE_READS`` is 0 or false.
 

@@ -12,6 +12,7 @@ from ray_dcp.api import AsyncSaveResponse, absolute, async_save, load, newest, p
 from ray_dcp.catalog import CheckpointInfo, describe, latest_checkpoint, list_checkpoints
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
+from ray_dcp.config import DEFAULT_REPLICA_NBYTES, replica_check_from
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, RayDcpError
 from ray_dcp.layout import step_folder
@@ -26,15 +27,27 @@ class CheckpointManager:
     """Saves and loads steps under ``root``; every rank makes one and calls it alike.
 
     ``root`` is a path or URL; None, in a TorchTrainer worker, is the run's experiment folder. ``group`` defaults to
-    ``current_group()`` at each call.
+    ``current_group()`` at each call. ``replica_check`` and ``replica_check_nbytes`` are those of ``save``.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | None = None, *, group: RankGroup | None = None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        group: RankGroup | None = None,
+        replica_check: str | None = None,
+        replica_check_nbytes: int | None = DEFAULT_REPLICA_NBYTES,
+    ) -> None:
         found = root if root is not None else experiment_root()
         if found is None:
             raise ConfigError("root", "pass a path or URL; only a TorchTrainer worker has a default")
         self.root = absolute(found)
         self._group = group
+        check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
+        self._replica_check: dict[str, Any] = {
+            "replica_check": check.mode,
+            "replica_check_nbytes": check.max_nbytes,
+        }
         self._latest_async: Future[Any] | None = None
 
     def save(
@@ -42,14 +55,15 @@ class CheckpointManager:
     ) -> CheckpointInfo:
         """Save a step; returns when it is committed and durable. ``metrics`` are JSON values, kept with it."""
         writer = self._writer(step, metrics)
-        save(state_dict, storage_writer=writer, group=self._group)
+        save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
         return describe(writer.checkpoint_id)
 
     def async_save(
         self, step: int, state_dict: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
     ) -> AsyncSaveResponse:
         """Save a step in the background; returns when the state dict may change."""
-        response = async_save(state_dict, storage_writer=self._writer(step, metrics), group=self._group)
+        writer = self._writer(step, metrics)
+        response = async_save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
         self._latest_async = response.upload_completion
         return response
 

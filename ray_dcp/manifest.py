@@ -13,10 +13,11 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, overload
 
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, FormatVersionError
+from ray_dcp.wording import first_lines, number_runs
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,6 +27,10 @@ FORMAT_VERSION = 1
 _PREFIX = "ray_dcp."
 _ROWS_CRC = "ray_dcp.rows_crc"
 _FACTS_CRC = "ray_dcp.facts_crc"
+_DIFFERING = "ray_dcp.differing"
+"""Only where there is something to tell: ranks that differed."""
+_MAX_DIFFERING = 1000
+_MAX_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,26 @@ def as_table(entries: Sequence[Entry]) -> EntryTable:
 
 
 @dataclass(frozen=True, slots=True)
+class DifferingReplicas:
+    """A name under which ranks held different values when it was saved; the value of the first rank is stored."""
+
+    fqn: str
+    ranks: tuple[tuple[int, ...], ...]
+    """Ranks with equal values stand together; the lowest one comes first."""
+    largest_difference: float | None = None
+    """Of two elements that lie at one place, among those that were looked at; None where it is no tensor."""
+
+    def __str__(self) -> str:
+        apart = "" if self.largest_difference is None else f", largest difference {self.largest_difference:.3g}"
+        return f"{self.fqn} ({ranks_by_value(self.ranks)}{apart})"
+
+
+def ranks_by_value(groups: Sequence[Sequence[int]]) -> str:
+    """``ranks 0 | 1-3``: ranks with equal values stand together."""
+    return f"ranks {' | '.join(first_lines([number_runs(ranks) for ranks in groups], most=_MAX_NAMED))}"
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything a save promises about its bytes."""
 
@@ -118,6 +143,8 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     """``torch`` and ``ray_dcp``."""
     format_version: int = FORMAT_VERSION
+    differing: Sequence[DifferingReplicas] = ()
+    """By name; of more than a thousand the first."""
 
     @property
     def nbytes(self) -> int:
@@ -170,6 +197,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     # Arrow's own copy of the schema is of no use to readers, and as long as all else in a small manifest.
     with pq.ParquetWriter(sink, table.schema, compression="zstd", write_statistics=False, store_schema=False) as writer:
         writer.write_table(table)
+        if manifest.differing:
+            facts[_DIFFERING] = json.dumps([asdict(one) for one in manifest.differing[:_MAX_DIFFERING]])
         facts[_ROWS_CRC] = str(_crc(rows))
         writer.add_key_value_metadata(facts | {_FACTS_CRC: str(_crc([sorted(facts.items())]))})
     return sink.getvalue().to_pybytes()
@@ -188,7 +217,7 @@ def decode_manifest(content: bytes, file: str) -> Manifest:
         if texts[_ROWS_CRC] != str(_crc(rows)):
             raise ValueError("its rows do not match their checksum")
         values = {f.name: json.loads(texts[_PREFIX + f.name]) for f in fields(ManifestFacts) if f.name != "nbytes"}
-        return Manifest(EntryTable(rows), **values)
+        return Manifest(EntryTable(rows), **values, differing=_differing_from(texts.get(_DIFFERING, "[]")))
 
 
 def decode_facts(content: bytes, file: str) -> ManifestFacts:
@@ -223,6 +252,13 @@ def _open(content: bytes, file: str) -> tuple[pq.ParquetFile, dict[str, str]]:
     if texts.pop(_FACTS_CRC) != str(_crc([sorted(texts.items())])):
         raise ValueError("its facts do not match their checksum")
     return source, texts
+
+
+def _differing_from(text: str) -> tuple[DifferingReplicas, ...]:
+    return tuple(
+        DifferingReplicas(one["fqn"], tuple(map(tuple, one["ranks"])), one["largest_difference"])
+        for one in json.loads(text)
+    )
 
 
 def _schema() -> pa.Schema:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ray_dcp.api import absolute
-from ray_dcp.config import Limits
+from ray_dcp.config import DEFAULT_REPLICA_CHECK, Limits, ReplicaCheck
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.protocol.call import RemoteCall
@@ -82,10 +82,18 @@ class ThreadRanks:
         return self.run(lambda rank: self.save_rank(rank, state_of(rank), checkpoint_id, **options))
 
     def save_rank(
-        self, rank: int, state: dict[str, Any], checkpoint_id: Any, *, planner: Any = None, writer: Any = None
+        self,
+        rank: int,
+        state: dict[str, Any],
+        checkpoint_id: Any,
+        *,
+        planner: Any = None,
+        writer: Any = None,
+        replica_check: ReplicaCheck = DEFAULT_REPLICA_CHECK,
     ) -> Metadata:
         location = absolute(checkpoint_id)
-        request = SaveRequest(state, location, writer or StoreWriter(location), default_save_planner(planner))
+        own_writer = writer or StoreWriter(location)
+        request = SaveRequest(state, location, own_writer, default_save_planner(planner), replica_check)
         return save(request, self.call(rank, "save", location))
 
     def load(self, templates: list[dict[str, Any]], checkpoint_id: Any, **options: Any) -> list[Any]:

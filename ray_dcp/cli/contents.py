@@ -15,7 +15,7 @@ from typing import Any
 from ray_dcp.catalog import CheckpointInfo, describe, open_manifest, resolve_checkpoint_id
 from ray_dcp.errors import CheckpointNotFoundError, NotAFolderError
 from ray_dcp.layout import METADATA
-from ray_dcp.manifest import Entry, Manifest, decode_manifest
+from ray_dcp.manifest import DifferingReplicas, Entry, Manifest, decode_manifest
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import join_url
@@ -59,6 +59,8 @@ class CheckpointContents:
     format_version: int | None = None
     """None where there is no manifest."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    differing: Sequence[DifferingReplicas] = ()
+    """Names under which ranks held different values."""
     files: str = "dcp"
     """What it lies in: ``dcp``, or ``safetensors`` files."""
 
@@ -92,6 +94,7 @@ def _from_manifest(info: CheckpointInfo, manifest: Manifest) -> CheckpointConten
         attempt=manifest.attempt,
         format_version=manifest.format_version,
         versions=manifest.versions,
+        differing=manifest.differing,
     )
 
 

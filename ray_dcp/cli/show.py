@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ray_dcp.cli.contents import CheckpointContents, read_contents
 from ray_dcp.cli.exit_codes import EXIT_CODES
+from ray_dcp.manifest import ranks_by_value
 from ray_dcp.storage.urls import shown_url
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def show_checkpoint(arguments: argparse.Namespace) -> int:
     _print_facts(contents)
     _print_tensors(contents)
     _print_objects(contents)
+    _print_differing(contents)
     return 0
 
 
@@ -100,6 +102,22 @@ def _print_objects(contents: CheckpointContents) -> None:
         output.add_row(table, one.fqn, output.format_nbytes(one.nbytes), output.format_ranks(one.ranks))
     output.print_table(table)
     _print_rest(len(contents.objects))
+
+
+def _print_differing(contents: CheckpointContents) -> None:
+    from ray_dcp.cli import output
+
+    if not contents.differing:
+        return
+    output.print_line()
+    values = output.counted(len(contents.differing), "value")
+    output.print_line(f"{values} differed between ranks when this was saved; the first rank's is stored", style="bold")
+    table = output.new_table("name", "ranks by value", "largest difference", right=("largest difference",))
+    for one in contents.differing[:_MAX_ROWS]:
+        apart = "" if one.largest_difference is None else f"{one.largest_difference:.3g}"
+        output.add_row(table, one.fqn, ranks_by_value(one.ranks).removeprefix("ranks "), apart)
+    output.print_table(table)
+    _print_rest(len(contents.differing))
 
 
 def _print_rest(number: int) -> None:

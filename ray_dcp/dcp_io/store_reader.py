@@ -35,7 +35,7 @@ from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, offer_of, share_ru
 from ray_dcp.dcp_io.shared_segment import Sharing
 from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
 from ray_dcp.layout import MANIFEST, METADATA
-from ray_dcp.manifest import EntryTable, as_table, decode_manifest
+from ray_dcp.manifest import DifferingReplicas, EntryTable, as_table, decode_manifest
 from ray_dcp.planning.shared_reads import NodeShare, ShareOffer, Want
 from ray_dcp.storage.open import open_store
 
@@ -61,6 +61,8 @@ class StoreReader(StorageReader):
         self.sharing = sharing
         self.nbytes_read = 0
         self.nbytes_loaded = 0
+        self.differing: Sequence[DifferingReplicas] = ()
+        """Values that differed between ranks when the checkpoint was saved, as its manifest says."""
         self._opened: OpenedCheckpoint | None = None
         self._metadata: Metadata | None = None
         self._entries: EntryTable | None = None
@@ -101,7 +103,9 @@ class StoreReader(StorageReader):
         self._metadata = metadata
         self._entries = None
         if self._opened.manifest is not None:
-            self._entries = as_table(decode_manifest(self._opened.manifest, file=self._file(MANIFEST)).entries)
+            manifest = decode_manifest(self._opened.manifest, file=self._file(MANIFEST))
+            self.differing = manifest.differing
+            self._entries = as_table(manifest.entries)
             chunks = zip(self._entries.column("fqn"), self._entries.column("offsets"), strict=True)
             self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
 

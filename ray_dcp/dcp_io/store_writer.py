@@ -37,7 +37,7 @@ from ray_dcp.errors import (
     SupersededError,
 )
 from ray_dcp.layout import MANIFEST, METADATA, ShardFile, attempt_order, is_newer, new_attempt, parse_shard_file
-from ray_dcp.manifest import EntryTable, Manifest, decode_facts, encode_manifest, metadata_digest
+from ray_dcp.manifest import DifferingReplicas, EntryTable, Manifest, decode_facts, encode_manifest, metadata_digest
 from ray_dcp.planning.state_dict import tensor_problem
 from ray_dcp.points import Point, reached
 from ray_dcp.storage.local import without_sync
@@ -82,6 +82,8 @@ class StoreWriter(StorageWriter):
         self.step = step
         self.metrics = _as_json_values(metrics or {})
         self.sync_files = sync_files
+        self.differing: Sequence[DifferingReplicas] = ()
+        """Values of the save under way that ranks hold differently; kept with it."""
         self._attempt = ""
         self._world_size = 0
         self._planned: dict[Any, int] = {}
@@ -110,6 +112,7 @@ class StoreWriter(StorageWriter):
         """Name the attempt: on the coordinator rank, so that a coordinator that starts over goes on with the same."""
         self._attempt = new_attempt() if is_coordinator else ""
         self._given_up = self.may_have_committed = False
+        self.differing = ()
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=shown_url(self.checkpoint_id), save_id=self._attempt or None)
@@ -234,6 +237,7 @@ class StoreWriter(StorageWriter):
             step=self.step,
             metrics=self.metrics,
             versions={"torch": torch.__version__, "ray_dcp": __version__},
+            differing=self.differing,
         )
 
 

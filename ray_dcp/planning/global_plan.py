@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +69,21 @@ class GlobalTable:
         return indexes
 
 
-def plan_tables(tables: Sequence[PlanTable], *, lowest_rank: bool, with_planner_data: bool) -> GlobalTable:
+def plan_tables(
+    tables: Sequence[PlanTable],
+    *,
+    lowest_rank: bool,
+    with_planner_data: bool,
+    on_lowest_rank: Collection[_Key] = (),
+) -> GlobalTable:
     """Plan a save of all ranks. ``lowest_rank``: replicated items go to the lowest rank that has them.
+
+    ``on_lowest_rank``: at least these do.
 
     Raises ``StateDictError`` naming every value that ranks disagree on, and every tensor that is not whole.
     """
     _require_agreeing(tables)
-    kept = _deduplicated(tables, lowest_rank=lowest_rank)
+    kept = _deduplicated(tables, lowest_rank=lowest_rank, on_lowest_rank=on_lowest_rank)
     planned = GlobalTable(tables, kept, Metadata({}))
     described = _described(planned)
     metadata = Metadata(described, planner_data=_merged(tables) if with_planner_data else None)
@@ -98,7 +106,9 @@ def _require_agreeing(tables: Sequence[PlanTable]) -> None:
         require_agreeing_plans([table.plan() for table in tables])
 
 
-def _deduplicated(tables: Sequence[PlanTable], *, lowest_rank: bool) -> list[array[int] | None]:
+def _deduplicated(
+    tables: Sequence[PlanTable], *, lowest_rank: bool, on_lowest_rank: Collection[_Key]
+) -> list[array[int] | None]:
     if len(tables) == 1:
         return [None]
     holders: dict[_Key, list[int]] = {}
@@ -119,7 +129,8 @@ def _deduplicated(tables: Sequence[PlanTable], *, lowest_rank: bool) -> list[arr
     for key, ranks in holders.items():
         chosen = ranks[0]
         if len(ranks) > 1:
-            chosen = writer[key] = min(ranks) if lowest_rank else min(ranks, key=planned_nbytes.__getitem__)
+            lowest = lowest_rank or key in on_lowest_rank
+            chosen = writer[key] = min(ranks) if lowest else min(ranks, key=planned_nbytes.__getitem__)
         planned_nbytes[chosen] += nbytes[key]
     return [_kept(table, rank, writer) for rank, table in enumerate(tables)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,10 +108,15 @@ class StatePlanner(DefaultSavePlanner):
         self.global_plan, self.metadata = planned.plans(), planned.metadata
         return self.global_plan, self.metadata
 
-    def create_global_table(self, tables: Sequence[PlanTable]) -> GlobalTable:
-        """The same from tables to tables."""
+    def create_global_table(
+        self, tables: Sequence[PlanTable], on_lowest_rank: Collection[tuple[str, torch.Size | None]] = ()
+    ) -> GlobalTable:
+        """The same from tables to tables. What is named in ``on_lowest_rank`` is written by the lowest that has it."""
         return plan_tables(
-            tables, lowest_rank=self.dedup_save_to_lowest_rank, with_planner_data=self.flatten_state_dict
+            tables,
+            lowest_rank=self.dedup_save_to_lowest_rank,
+            on_lowest_rank=on_lowest_rank,
+            with_planner_data=self.flatten_state_dict,
         )
 
     def _other_items(self, fqn: str, value: Any) -> list[WriteItem]:

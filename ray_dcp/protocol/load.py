@@ -45,6 +45,7 @@ from ray_dcp.protocol.load_session import (
     SendPlans,
     plan_load_globally,
 )
+from ray_dcp.protocol.replica_warnings import warn_of_loading_differing
 from ray_dcp.protocol.session import OnRankZero
 from ray_dcp.protocol.set_up import accepted
 from ray_dcp.wording import MAX_LISTED
@@ -189,6 +190,11 @@ def _plan(request: LoadRequest, template: _Template, metadata: Metadata, call: C
         plan = request.planner.finish_plan(local_plan if final is None else final)
         if isinstance(request.reader, StoreReader):
             request.reader.share_reads(share, call.rank)
+            if call.rank == 0 and request.reader.differing:
+                wanted = {item.dest_index.fqn for item in plan.items}
+                warn_of_loading_differing(
+                    [one for one in request.reader.differing if one.fqn in wanted], request.checkpoint_id
+                )
     return _planned(plan, check, unexpected)
 
 

@@ -24,15 +24,27 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from ray_dcp.collector import collector_paused
+from ray_dcp.config import DEFAULT_REPLICA_CHECK, ReplicaCheck
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems
 from ray_dcp.planning.plan_table import PlanTable
+from ray_dcp.planning.replicas import ShownReplicas, replica_digests, shown_replicas
 from ray_dcp.planning.state_dict import StatePlanner, collect_state, for_global_step, plan_cache_off
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.counting import CountingPlanner
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException
-from ray_dcp.protocol.save_session import FinalTable, SaveContribution, are_own, plan_globally
+from ray_dcp.protocol.replica_warnings import warn_of_differing
+from ray_dcp.protocol.save_session import (
+    CommittedWithReplicas,
+    FinalTable,
+    ResultsWithReplicas,
+    SaveContribution,
+    ShowReplicas,
+    are_own,
+    plan_globally,
+    write_on_lowest_rank,
+)
 from ray_dcp.protocol.session import OnRankZero
 from ray_dcp.protocol.set_up import accepted
 from ray_dcp.staging.copies import copy_to_host
@@ -46,6 +58,7 @@ class SaveRequest:
     checkpoint_id: str
     writer: StorageWriter
     planner: SavePlanner
+    replica_check: ReplicaCheck = DEFAULT_REPLICA_CHECK
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +70,8 @@ class PlannedSave:
     writer: StorageWriter
     by_columns: bool = False
     """Whether the coordinator takes what was written by columns, since planner and writer are ray_dcp's."""
+    shown: ShownReplicas | None = None
+    """What other ranks hold otherwise; None where nothing was found."""
 
 
 @runtime_checkable
@@ -96,14 +111,21 @@ def plan_save(request: SaveRequest, call: Call) -> PlannedSave:
         reached(Point.BEFORE_PLAN)
         with collector_paused(), torch.no_grad():
             local = _plan_locally(state, request, call)
+            contribution = _contribution(local, request, call)
         # After the local step, as torch's coordinator rank uses the same objects for both.
-        final = call.exchange("plan", _contribution(local, request, call))
+        final = call.exchange("plan", contribution)
+        shown = None
+        if isinstance(final, ShowReplicas):
+            shown = shown_replicas(local, request.planner, final.keys)
+            if final.lowest_rank and isinstance(final.answer, OnRankZero):
+                write_on_lowest_rank(request.planner)
+            final = final.answer
         if isinstance(final, OnRankZero):
             final = call.exchange("global plan", _plan_globally_here(request, final))
         by_columns = isinstance(final, FinalTable)
         plan = request.planner.finish_plan(final.plan(local) if isinstance(final, FinalTable) else final)
         reached(Point.AFTER_PLAN)
-    return PlannedSave(plan, request.planner, request.writer, by_columns)
+    return PlannedSave(plan, request.planner, request.writer, by_columns, shown)
 
 
 def stage_save(planned: PlannedSave, call: Call) -> PlannedSave:
@@ -131,13 +153,18 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
     try:
         with phase(call, "write"):
             with torch.no_grad():
-                results = _write(planned, call)
+                results: Any = _write(planned, call)
             reached(Point.BEFORE_RESULT)
+        if planned.shown is not None:
+            results = ResultsWithReplicas(results, planned.shown)
         metadata = call.exchange("write", results)
         if isinstance(metadata, OnRankZero):
             with phase(call, "commit"):
                 committed = _commit_here(planned, metadata)
             metadata = call.exchange("commit", committed)
+        if isinstance(metadata, CommittedWithReplicas):
+            warn_of_differing(metadata.differing, call.checkpoint_id)
+            metadata = metadata.metadata
         return metadata
     except CheckpointException as error:
         if not call.started_over and _never_began_to_commit(error):
@@ -163,7 +190,9 @@ def _contribution(local: SavePlan, request: SaveRequest, call: Call) -> SaveCont
     carried = call.carry(for_global_step(planner), writer) if call.rank == 0 and _may_travel(writer) else None
     reports_results = isinstance(writer, StoreWriter | _FileSystemWriter)
     plan = PlanTable.of(local) if are_own(planner, writer) else local
-    return SaveContribution(request.checkpoint_id, plan, carried, reports_results)
+    check = request.replica_check
+    digests = replica_digests(local, planner, check) if call.world_size > 1 else None
+    return SaveContribution(request.checkpoint_id, plan, carried, reports_results, check, digests)
 
 
 def _may_travel(writer: StorageWriter) -> bool:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from ray_dcp.config import DEFAULT_REPLICA_CHECK, ReplicaCheck
 from ray_dcp.dcp_io.committed import CommittedMetadata
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems
 from ray_dcp.errors import StateDictError
+from ray_dcp.manifest import DifferingReplicas
 from ray_dcp.planning.check_save import require_agreeing_plans, require_whole_tensors
 from ray_dcp.planning.global_plan import GlobalTable
 from ray_dcp.planning.plan_table import PlanTable
+from ray_dcp.planning.replicas import (
+    Differing,
+    Key,
+    ShownReplicas,
+    describe_differing,
+    find_differing,
+    keys_to_show,
+    refusals,
+)
 from ray_dcp.planning.state_dict import StatePlanner
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.session import OnRankZero, Session, for_rank_zero, one_checkpoint_id
@@ -32,6 +45,35 @@ class SaveContribution:
     carried: Carried | tuple[SavePlanner, StorageWriter] | None = None
     reports_results: bool = True
     """False for a user's writer, which may keep books of its own."""
+    replica_check: ReplicaCheck = DEFAULT_REPLICA_CHECK
+    replica_digests: array[int] | None = None
+    """One for each item of the plan; None where there is nothing to compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShowReplicas:
+    """Around the answer to a plan where ranks hold different values: which of this rank's to send with its results."""
+
+    answer: Any
+    keys: Collection[Key]
+    lowest_rank: bool
+    """For rank 0, where the global step is its own: the lowest rank is to write what several have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultsWithReplicas:
+    """A rank's write results, and the values that it was to show."""
+
+    results: Any
+    shown: ShownReplicas
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedWithReplicas:
+    """Around rank 0's last answer: which values differed, for the warning."""
+
+    metadata: Any
+    differing: Sequence[DifferingReplicas]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +108,15 @@ class SaveSession(Session):
         self._metadata: Metadata | None = None
         self._planned: set[MetadataIndex] = set()
         self._table: GlobalTable | None = None
+        self._differing: Sequence[Differing] = ()
+        self._described: Sequence[DifferingReplicas] = ()
 
     def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
         steps: Mapping[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
-            "plan": self._plan,
+            "plan": self._plan_looking_at_replicas,
             "global plan": self._planned_on_rank_zero,
-            "write": self._write,
-            "commit": lambda parts: [parts[0]] * len(parts),
+            "write": self._write_telling_of_replicas,
+            "commit": lambda parts: self._told([parts[0]] * len(parts)),
         }
         return steps[phase](contributions)
 
@@ -89,6 +133,37 @@ class SaveSession(Session):
         following = {"plan": "global plan" if stays else "write", "global plan": "write"}
         return following.get(phase, "commit" if stays and phase == "write" else None)
 
+    def _plan_looking_at_replicas(self, contributions: Sequence[SaveContribution]) -> Sequence[Any]:
+        plans = [part.plan for part in contributions]
+        self._differing = find_differing(plans, [part.replica_digests for part in contributions])
+        if self._differing and any(part.replica_check.mode == "error" for part in contributions):
+            # Other shapes or kinds are another error.
+            require_agreeing_plans([plan.plan() if isinstance(plan, PlanTable) else plan for plan in plans])
+            raise StateDictError(
+                'ranks hold different values under one name (replica_check="error"). Give values that belong to one '
+                "rank as PerRank, and different tensors different names; nothing was written",
+                refusals(self._differing),
+            )
+        answers = self._plan(contributions)
+        if not self._differing:
+            return answers
+        shown_by = keys_to_show(self._differing)
+        return [ShowReplicas(answer, shown_by.get(rank, ()), rank == 0) for rank, answer in enumerate(answers)]
+
+    def _write_telling_of_replicas(self, results: Sequence[Any]) -> Sequence[Any]:
+        if not self._differing:
+            return self._write(results)
+        with_shown: Sequence[ResultsWithReplicas] = results
+        self._described = describe_differing(self._differing, [of_rank.shown for of_rank in with_shown])
+        if isinstance(self._writer, StoreWriter):
+            self._writer.differing = self._described
+        answers = self._write([of_rank.results for of_rank in with_shown])
+        return answers if self.next_phase("write") else self._told(answers)
+
+    def _told(self, answers: Sequence[Any]) -> Sequence[Any]:
+        """The last answers; rank 0's with what it is to warn of."""
+        return [CommittedWithReplicas(answers[0], self._described), *answers[1:]] if self._described else answers
+
     def _plan(self, contributions: Sequence[SaveContribution]) -> Sequence[SavePlan | FinalTable | OnRankZero]:
         self.checkpoint_id = one_checkpoint_id([part.checkpoint_id for part in contributions])
         carried = contributions[0].carried
@@ -103,6 +178,8 @@ class SaveSession(Session):
             return for_rank_zero(local_plans)
         planner, self._writer = own
         reached(Point.GLOBAL_PLAN)
+        if self._differing:
+            write_on_lowest_rank(planner)
         planned = plan_globally(planner, self._writer, local_plans)
         self.attempt = self._writer.attempt if isinstance(self._writer, StoreWriter) else None
         return self._accept(*planned)
@@ -115,7 +192,7 @@ class SaveSession(Session):
         assert isinstance(writer, StoreWriter)
         self._writer = writer
         reached(Point.GLOBAL_PLAN)
-        self._table = planner.create_global_table(tables)
+        self._table = planner.create_global_table(tables, on_lowest_rank={one.key for one in self._differing})
         self._metadata = self._table.metadata
         targets = writer.begin_attempt(len(tables))
         self.attempt = writer.attempt
@@ -167,6 +244,12 @@ class SaveSession(Session):
                 f"{len(lacking)} of {len(self._planned)} planned items were never written; nothing was committed",
                 sorted(f"{index.fqn} at {index.offset}" for index in lacking),
             )
+
+
+def write_on_lowest_rank(planner: SavePlanner) -> None:
+    """Of what several ranks have, let the lowest one's be written; a planner that cannot is left as it is."""
+    if isinstance(planner, DefaultSavePlanner):
+        planner.dedup_save_to_lowest_rank = True
 
 
 def plan_globally(
