@@ -7,12 +7,11 @@ one, since planners flatten dicts and lists but never tuples. So any planner car
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ray_dcp.errors import StateDictError
 from ray_dcp.planning.flat import LEAVES
 
 _NAME = re.compile(r"(?P<fqn>.+)\.__rank_(?P<rank>\d+)__")
@@ -41,6 +40,16 @@ def per_rank_key(rank: int) -> str:
     return f"__rank_{rank}__"
 
 
+class OneRanksValue(dict[str, Any]):
+    """What stands in a state dict for the ``PerRank`` of one rank: a dict of its one item.
+
+    A class of its own, so that a place where it would be pickled, and stored by one rank for all, can be told.
+    """
+
+    def __init__(self, value: Any, rank: int) -> None:
+        super().__init__({per_rank_key(rank): (value,)})
+
+
 def is_per_rank_name(fqn: str) -> bool:
     """Whether ``fqn`` names one rank's value in a checkpoint."""
     return _NAME.fullmatch(fqn) is not None
@@ -55,26 +64,6 @@ def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
             name = match["fqn"]
             world_sizes[name] = max(world_sizes.get(name, 0), int(match["rank"]) + 1)
     return world_sizes
-
-
-def with_per_rank_items(state: Any, rank: int) -> Any:
-    """``state`` with each ``PerRank`` as a one-entry dict under this rank's key; other values are the same objects.
-
-    Raises ``StateDictError`` for one in a tuple: planners take a tuple for one value, so ranks would share it.
-    """
-    if type(state) in LEAVES:
-        return state
-    if isinstance(state, PerRank):
-        return {per_rank_key(rank): (state.value,)}
-    if isinstance(state, Mapping):
-        changed = {key: with_per_rank_items(value, rank) for key, value in state.items()}
-        return changed if any(changed[key] is not state[key] for key in state) else state
-    if isinstance(state, list):
-        entries = [with_per_rank_items(value, rank) for value in state]
-        return entries if any(a is not b for a, b in zip(entries, state, strict=True)) else state
-    if isinstance(state, tuple) and any(with_per_rank_items(value, rank) is not value for value in state):
-        raise StateDictError(f"a tuple is saved as one value, the PerRank in it would be lost: use a list: {state}")
-    return state
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The state dict that a rank hands over: ``Stateful`` objects asked, and Python values pickled once.
+"""The plan of what a rank hands over, with Python values pickled once.
 
 ``StatePlanner`` is the save planner where the user gives none. It pickles the Python objects of the local plan
 while planning, so that a value that cannot be pickled is found before any rank writes a byte.
@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -29,28 +28,8 @@ from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.global_plan import GlobalTable, plan_tables
 from ray_dcp.planning.layouts import WriteLayouts, is_freed, local_part
 from ray_dcp.planning.local_shards import LocalShards
-from ray_dcp.planning.per_rank import with_per_rank_items
 from ray_dcp.planning.plan_table import PlanTable
 from ray_dcp.planning.python_record import SCALARS, python_record
-
-
-def collect_state(state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """The plain state of ``state_dict``: each ``Stateful`` replaced by its ``state_dict()``.
-
-    Raises ``StateDictError`` for anything but a dict.
-    """
-    if not isinstance(state_dict, Mapping):
-        raise StateDictError(f"state_dict is a {type(state_dict).__name__}; pass a dict of names to values")
-    collected = {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
-    return dict(with_per_rank_items(collected, rank))
-
-
-_NEVER_STATEFUL = frozenset((int, float, str, bytes, bool, type(None), dict, list, tuple))
-
-
-def is_stateful(value: Any) -> bool:
-    """Whether it is a ``Stateful``; that protocol's own check takes longer than all else that is done with a scalar."""
-    return type(value) not in _NEVER_STATEFUL and not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
 class StatePlanner(DefaultSavePlanner):
@@ -121,7 +100,7 @@ class StatePlanner(DefaultSavePlanner):
 
     def _other_items(self, fqn: str, value: Any) -> list[WriteItem]:
         """Of what is neither a plain tensor nor a plain DTensor."""
-        if type(value) in _NEVER_STATEFUL:
+        if type(value) in _PYTHON:
             return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
         if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
             return []
@@ -168,6 +147,8 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
     return None
 
 
+_PYTHON = frozenset((int, float, str, bytes, bool, type(None), dict, list, tuple))
+"""Types that no planner makes anything but a Python object of."""
 _STORABLE_DTYPES = torch.storage._dtype_to_storage_type_map().keys() | torch.storage._new_dtypes()
 
 
@@ -212,4 +193,4 @@ def for_global_step(planner: Any) -> Any:
     )
 
 
-__all__ = ["StatePlanner", "collect_state", "for_global_step", "is_stateful", "plan_cache_off", "tensor_problem"]
+__all__ = ["StatePlanner", "for_global_step", "plan_cache_off", "tensor_problem"]

@@ -29,10 +29,9 @@ from ray_dcp.dcp_io.metadata_file import decode_python
 from ray_dcp.dcp_io.opened import OpenedCheckpoint
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import ConfigError, StateDictError, without_keys
-from ray_dcp.planning.flat import in_key_order
+from ray_dcp.planning.collect import CollectedTemplate
 from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.shared_reads import ShareOffer
-from ray_dcp.planning.state_dict import is_stateful
 from ray_dcp.planning.template import TemplateCheck, TemplatePlanner, without_names
 from ray_dcp.planning.template_hook import template_of
 from ray_dcp.points import Point, reached
@@ -101,8 +100,12 @@ class LoadRequest:
 class _Template:
     """The state dict to fill, with ``Stateful`` objects asked for theirs."""
 
-    values: dict[str, Any]
+    collected: CollectedTemplate
     per_rank: PerRankTemplate
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return self.collected.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +140,10 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
     with phase(call, "read"), template.per_rank.expanded(metadata.state_dict_metadata), torch.no_grad():
         planned = _plan(request, template, metadata, call)
         puts = _read(request, planned, call)
-        any_restores: bool = call.exchange("read", bool(puts) or _runs_code_to_restore(request))
+        any_restores: bool = call.exchange("read", bool(puts) or _runs_code_to_restore(request, template))
         for put_python_value in puts:
             put_python_value()
-    _restore(request, template, call, together=any_restores)
+    _restore(template, call, together=any_restores)
     return _report(request, planned)
 
 
@@ -163,11 +166,10 @@ def _collect_template(request: LoadRequest, metadata: Metadata, call: Call) -> _
     with phase(call, "collect"):
         if not isinstance(request.state_dict, dict):
             raise StateDictError(f"state_dict is a {type(request.state_dict).__name__}; pass the dict to fill")
-        values: dict[str, Any] = {}
-        for key in in_key_order(request.state_dict):
-            value = request.state_dict[key]
-            values[key] = template_of(value, str(key), metadata) if is_stateful(value) else value
-        return _Template(values, PerRankTemplate(values, call.rank, call.world_size))
+        collected = CollectedTemplate(
+            request.state_dict, ask=lambda stateful, fqn: template_of(stateful, fqn, metadata)
+        )
+        return _Template(collected, PerRankTemplate(collected.values, call.rank, call.world_size))
 
 
 def _plan(request: LoadRequest, template: _Template, metadata: Metadata, call: Call) -> _PlannedLoad:
@@ -262,11 +264,11 @@ def _read(request: LoadRequest, planned: _PlannedLoad, call: Call) -> list[Calla
         return [_python_put(request, item, content) for item, content in kept_back]
 
 
-def _runs_code_to_restore(request: LoadRequest) -> bool:
+def _runs_code_to_restore(request: LoadRequest, template: _Template) -> bool:
     """Whether something may go wrong here when all is read, apart from Python values that were kept back."""
     # A user's reader hands those over while it reads: then nobody knows whether a ``PerRank`` is to be resharded.
     plain = type(request.state_dict) in (dict, OrderedDict) and isinstance(request.reader, StoreReader)
-    return not plain or any(is_stateful(value) for value in request.state_dict.values())
+    return not plain or template.collected.runs_code
 
 
 def _python_put(request: LoadRequest, item: ReadItem, content: io.BytesIO) -> Callable[[], None]:
@@ -280,16 +282,11 @@ def _python_put(request: LoadRequest, item: ReadItem, content: io.BytesIO) -> Ca
     return functools.partial(planner.load_bytes, item, content)
 
 
-def _restore(request: LoadRequest, template: _Template, call: Call, *, together: bool) -> None:
+def _restore(template: _Template, call: Call, *, together: bool) -> None:
     """Put everything in place; ``together``, return when all ranks have."""
     with phase(call, "restore"):
         reached(Point.BEFORE_RESTORE)
-        for key, loaded in template.values.items():
-            target: Any = request.state_dict.get(key)  # a planner may have added names of its own
-            if is_stateful(target):
-                target.load_state_dict(loaded)
-            else:
-                request.state_dict[key] = loaded
+        template.collected.restore()
         reached(Point.AFTER_RESTORE)
         if together:
             call.exchange("restore", None)

@@ -27,9 +27,10 @@ from ray_dcp.collector import collector_paused
 from ray_dcp.config import DEFAULT_REPLICA_CHECK, ReplicaCheck
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems
+from ray_dcp.planning.collect import collect_state
 from ray_dcp.planning.plan_table import PlanTable
 from ray_dcp.planning.replicas import ShownReplicas, replica_digests, shown_replicas
-from ray_dcp.planning.state_dict import StatePlanner, collect_state, for_global_step, plan_cache_off
+from ray_dcp.planning.state_dict import StatePlanner, for_global_step, plan_cache_off
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.counting import CountingPlanner

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ray_dcp import PerRank
+from ray_dcp.planning.collect import collect_state
 from ray_dcp.planning.per_rank import (
     PerRankTemplate,
     is_per_rank_name,
     per_rank_world_sizes,
-    with_per_rank_items,
 )
 
 
@@ -31,13 +31,13 @@ def saved_by(world_size, name="rng"):
 
 
 def test_each_value_becomes_an_item_of_its_rank_alone():
-    assert with_per_rank_items({"rng": PerRank([1]), "n": 1}, 3) == {"rng": {"__rank_3__": ([1],)}, "n": 1}
+    assert collect_state({"rng": PerRank([1]), "n": 1}, 3) == {"rng": {"__rank_3__": ([1],)}, "n": 1}
 
 
 def test_they_are_found_in_dicts_and_lists_and_nothing_else_is_copied():
     untouched = {"deep": [1, {"x": 2}]}
     state = {"l": [0, {"rng": PerRank(5)}], "same": untouched, "same_list": [1, 2]}
-    marked = with_per_rank_items(state, 0)
+    marked = collect_state(state, 0)
     assert marked["l"] == [0, {"rng": {"__rank_0__": (5,)}}]
     assert marked["same"] is untouched
     assert marked["same_list"] is state["same_list"]

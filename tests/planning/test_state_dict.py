@@ -11,7 +11,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ray_dcp import LocalShards, PerRank
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.state_dict import StatePlanner, collect_state, for_global_step, plan_cache_off
+from ray_dcp.planning.collect import collect_state
+from ray_dcp.planning.state_dict import StatePlanner, for_global_step, plan_cache_off
 
 
 class Counter:
