@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.distributed.checkpoint import api as torch_api
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -22,7 +23,7 @@ from ray_dcp.cluster.group import RankGroup
 from ray_dcp.config import DEFAULT_REPLICA_NBYTES, ReplicaCheck, replica_check_from, share_reads_from
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
-from ray_dcp.errors import ConfigError
+from ray_dcp.errors import ConfigError, NoCheckpointIdError
 from ray_dcp.maintenance.after_save import SweepAfterSave
 from ray_dcp.protocol.background import AsyncSaveResponse, BackgroundSaves
 from ray_dcp.protocol.call import Call, SoloCall, phase
@@ -162,9 +163,10 @@ def load(
     Tensors are filled in place, on their device; other values are replaced; ``Stateful`` objects get
     ``load_state_dict``. Before anything is changed, names, shapes, dtypes and coverage are checked on all ranks.
 
-    ``strict``: True refuses names that the checkpoint lacks, False loads the rest, "exact" also refuses names that
-    no template has. ``cast`` converts dtypes. ``trusted`` unpickles Python objects of any class, which runs code
-    from the checkpoint: only for checkpoints you wrote.
+    ``strict``: True refuses names that the checkpoint lacks, False loads the rest (as does torch's default planner
+    with ``allow_partial_load``), "exact" also refuses names that no template has. ``cast`` converts dtypes.
+    ``trusted`` unpickles Python objects of any class, which runs code from the checkpoint: only for checkpoints you
+    wrote.
 
     What several ranks of one node want of a large tensor is read once by all of them together, through /dev/shm, if
     there is room; ``RAY_DCP_SHARE_READS=0`` turns that off.
@@ -178,6 +180,8 @@ def load(
         load_planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location)
         saves.settle()
         share_reads = share_reads_from(os.environ)
+        if strict is True and type(planner) is DefaultLoadPlanner and planner.allow_partial_load:
+            strict = False
     return load_rank(LoadRequest(state_dict, location, reader, load_planner, strict, trusted, share_reads), call)
 
 
@@ -260,7 +264,7 @@ def _location(checkpoint_id: CheckpointId | None, storage: StorageWriter | Stora
     if checkpoint_id is None:
         own = getattr(storage, "checkpoint_id", None)
         if not own and isinstance(storage, StoreWriter | StoreReader):
-            raise ConfigError("checkpoint_id", f"pass a path or URL, or a {role} that knows its place")
+            raise NoCheckpointIdError(role)
         location = absolute(own) if own else ""
         if location and isinstance(storage, StoreWriter | StoreReader):
             storage.reset(location)

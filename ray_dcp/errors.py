@@ -4,13 +4,14 @@
 
     RayDcpError (Exception)
     |-- ConfigError (ValueError)                 a setting or argument is refused
+    |   `-- NoCheckpointIdError (RuntimeError)   neither a checkpoint_id nor a writer or reader that has one
     |-- StoreError (OSError)                     a store could not do what was asked
     |   |-- ObjectNotFoundError (FileNotFoundError)
     |   |-- ObjectTooShortError                  an object ends before what is asked of it
     |   |-- StorePermissionError (PermissionError)
     |   |-- StoreUnavailableError                  it failed again and again in a way that may pass
     |   |-- NotAFolderError (NotADirectoryError)      a file lies where a folder should be
-    |   `-- UnknownSchemeError (ValueError)
+    |   `-- UnknownSchemeError (ValueError, RuntimeError)
     |-- CheckpointNotFoundError (FileNotFoundError)   nothing committed is there, and why
     |-- CorruptCheckpointError                   stored bytes are not what was written
     |-- UnsafeDataError                          a file asks for code to be run
@@ -80,6 +81,13 @@ class ConfigError(RayDcpError, ValueError):
         self.setting = setting
 
 
+class NoCheckpointIdError(ConfigError, RuntimeError):
+    """Nothing says where: no ``checkpoint_id``, and no writer or reader that has one. As torch, a ``RuntimeError``."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__("checkpoint_id", f"must be specified, as a path or URL, where no {role} has one")
+
+
 class StoreError(RayDcpError, OSError):
     """A store could not do what was asked; ``url`` says where, ``key`` which object ("" = the store itself)."""
 
@@ -124,8 +132,8 @@ class NotAFolderError(StoreError, NotADirectoryError):
     exit_code = 3
 
 
-class UnknownSchemeError(StoreError, ValueError):
-    """The URL's scheme belongs to no store."""
+class UnknownSchemeError(StoreError, ValueError, RuntimeError):
+    """The URL's scheme belongs to no store. As torch's for it, a ``RuntimeError``."""
 
     exit_code = 2
 

@@ -35,9 +35,19 @@ from ray_dcp.planning.python_record import SCALARS, python_record
 class StatePlanner(DefaultSavePlanner):
     """torch's default planner, with Python objects pickled (and so frozen) when the local plan is made."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, stands_for: DefaultSavePlanner | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._pickled: dict[str, bytes] = {}
+        self.stands_for = stands_for
+        """torch's default planner that the user passed: it has afterwards what torch leaves on it."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As torch's; the planner that the user passed has by now what torch leaves on it on every rank."""
+        self.plan = new_plan
+        if self.stands_for is not None:
+            for name in ("state_dict", "mappings", "is_coordinator", "plan"):
+                setattr(self.stands_for, name, getattr(self, name))
+        return new_plan
 
     @property
     def resolves_in_place(self) -> bool:

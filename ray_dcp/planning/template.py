@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -27,6 +28,8 @@ from ray_dcp.planning.per_rank import is_per_rank_name
 
 _AT_ZERO = torch.Size((0,))
 """What torch's planner gives as place and length of a Python object."""
+
+_LEFT_BY_TORCH = ("original_state_dict", "state_dict", "mappings", "metadata", "is_coordinator")
 
 LoadPython = Callable[[io.BytesIO, str], Any]
 """(stored bytes, fqn) -> the value, or an error of ray_dcp."""
@@ -54,10 +57,20 @@ def without_names(check: TemplateCheck | None) -> TemplateCheck | None:
 class TemplatePlanner(DefaultLoadPlanner):
     """Plans reads into a template and checks it; ``create_local_plan`` leaves out what the checkpoint lacks."""
 
-    def __init__(self, *, load_python: LoadPython, cast: bool = False, flatten_state_dict: bool = True) -> None:
-        super().__init__(flatten_state_dict=flatten_state_dict, allow_partial_load=True)
+    def __init__(
+        self,
+        *,
+        load_python: LoadPython,
+        cast: bool = False,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        stands_for: DefaultLoadPlanner | None = None,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load=True)
         self._load_python = load_python
         self._cast = cast
+        self._stands_for = stands_for
+        """torch's default planner that the user passed: it has afterwards what torch leaves on it."""
         self._problems: tuple[str, ...] = ()
 
     @property
@@ -73,6 +86,10 @@ class TemplatePlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self.state_dict, self.mappings = self._flatten(state_dict, metadata)
+        if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in self.state_dict.values()):
+            self.state_dict = _flatten_sharded_tensors(self.state_dict)
+        if self._stands_for is not None:
+            vars(self._stands_for).update({name: getattr(self, name) for name in _LEFT_BY_TORCH})
 
     def create_local_plan(self) -> LoadPlan:
         """Plan the reads of all values that are of the kind and shape of the stored ones; ``check`` tells the rest."""

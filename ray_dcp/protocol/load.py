@@ -126,7 +126,13 @@ def default_load_planner(planner: LoadPlanner | None, *, cast: bool, trusted: bo
     if planner is None:
         return TemplatePlanner(load_python=load_python, cast=cast)
     if type(planner) is DefaultLoadPlanner:
-        return TemplatePlanner(load_python=load_python, cast=cast, flatten_state_dict=planner.flatten_state_dict)
+        return TemplatePlanner(
+            load_python=load_python,
+            cast=cast,
+            flatten_state_dict=planner.flatten_state_dict,
+            flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            stands_for=planner,
+        )
     return planner
 
 

@@ -73,6 +73,8 @@ class PlannedSave:
     """Whether the coordinator takes what was written by columns, since planner and writer are ray_dcp's."""
     shown: ShownReplicas | None = None
     """What other ranks hold otherwise; None where nothing was found."""
+    users_planner: SavePlanner | None = None
+    """The planner that the user passed, on the rank where torch leaves the metadata on it."""
 
 
 @runtime_checkable
@@ -91,6 +93,7 @@ def default_save_planner(planner: SavePlanner | None) -> SavePlanner:
             flatten_state_dict=planner.flatten_state_dict,
             flatten_sharded_tensors=planner.flatten_sharded_tensors,
             dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+            stands_for=planner,
         )
     return planner
 
@@ -126,7 +129,18 @@ def plan_save(request: SaveRequest, call: Call) -> PlannedSave:
         by_columns = isinstance(final, FinalTable)
         plan = request.planner.finish_plan(final.plan(local) if isinstance(final, FinalTable) else final)
         reached(Point.AFTER_PLAN)
-    return PlannedSave(plan, request.planner, request.writer, by_columns, shown)
+    return PlannedSave(plan, request.planner, request.writer, by_columns, shown, _users_planner(request, plan, call))
+
+
+def _users_planner(request: SaveRequest, plan: SavePlan, call: Call) -> SavePlanner | None:
+    """The one that is to have the metadata: rank 0's, as under torch. Alone it has the global plan too, its own."""
+    planner = request.planner
+    users = planner.stands_for if isinstance(planner, StatePlanner) else planner
+    if call.rank != 0 or not isinstance(users, DefaultSavePlanner) or "metadata" in vars(type(users)):
+        return None
+    if users is not planner and call.world_size == 1:
+        users.global_plan = [plan]
+    return users
 
 
 def stage_save(planned: PlannedSave, call: Call) -> PlannedSave:
@@ -166,6 +180,8 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
         if isinstance(metadata, CommittedWithReplicas):
             warn_of_differing(metadata.differing, call.checkpoint_id)
             metadata = metadata.metadata
+        if isinstance(planned.users_planner, DefaultSavePlanner):
+            planned.users_planner.metadata = metadata  # its global step was the coordinator's, on a copy
         return metadata
     except CheckpointException as error:
         if not call.started_over and _never_began_to_commit(error):

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
@@ -276,3 +277,13 @@ def test_a_python_value_that_must_not_be_loaded_leaves_all_others_alone(tmp_path
 
 class Unlisted:
     """A class outside the allow-list."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("library", [torch_dcp, dcp], ids=["torch", "ray_dcp"])
+@pytest.mark.parametrize("place", [None, "nosuchscheme://bucket/c"], ids=["no place", "unknown scheme"])
+def test_a_place_that_is_none_can_be_caught_as_what_torch_raises(library, place):
+    with pytest.raises(RuntimeError):
+        library.save({"a": 1}, checkpoint_id=place)
+    with pytest.raises(RuntimeError):
+        library.load({"a": 1}, checkpoint_id=place)
