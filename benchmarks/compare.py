@@ -31,7 +31,7 @@ _SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",  # else Ray ends the ranks when some other program takes the memory
     "RAY_AUTH_MODE": "disabled",  # a cluster of our own; else Ray leaves a token in the home folder
 }
-_WORKLOADS = ("large", "small", "scalars", "async", "spread")
+_WORKLOADS = ("large", "small", "scalars", "replicas", "async", "spread")
 _QUICK_NBYTES, _QUICK_READERS = 2**24, 2
 _COLUMNS = 100
 """Of what is printed into a file or a pipe."""
@@ -73,7 +73,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=_WORKLOADS,
         metavar="NAME",
         help="of: large (save, load, reshard; save without fsync; checksums off), small (4,000 tensors a rank), "
-        "scalars (20,000), async, spread (saved by 2 ranks, loaded by 8) (default: all)",
+        "scalars (20,000), replicas (a model whole on each rank, compared or not), async, "
+        "spread (saved by 2 ranks, loaded by 8) (default: all)",
     )
     parser.add_argument("--runs", type=int, default=7, help="timed runs of each side (default: 7)")
     parser.add_argument(

@@ -19,6 +19,8 @@ TORCH_BEST = "torch_best"
 RAY_DCP = "ray_dcp"
 UNCHECKED = "unchecked"
 """ray_dcp with its checksums turned off, to see what they cost."""
+UNCOMPARED = "uncompared"
+"""ray_dcp without a look at whether replicas are the same, to see what that costs."""
 OF_TORCH = (TORCH, TORCH_BEST)
 _OF_TORCH = "fsync of each shard file and of .metadata; not of the folder that holds their names"
 _OF_RAY_DCP = "fsync of each shard file, of manifest.parquet and .metadata, and of the folders"
@@ -27,6 +29,7 @@ DURABILITY: Mapping[str, str] = {
     TORCH_BEST: _OF_TORCH,
     RAY_DCP: _OF_RAY_DCP,
     UNCHECKED: _OF_RAY_DCP,
+    UNCOMPARED: _OF_RAY_DCP,
 }
 """What is durable when a save returns, by default. ``save_unsynced`` is the one call without, on all sides."""
 
@@ -134,11 +137,19 @@ class UncheckedSide(RayDcpSide):
             return super().load(template, folder)
 
 
+class UncomparedSide(RayDcpSide):
+    """``ray_dcp`` with ``replica_check="off"``."""
+
+    def save(self, state: dict[str, Any], folder: str) -> None:
+        ray_dcp.save(state, checkpoint_id=folder, replica_check="off")
+
+
 SIDES: Mapping[str, Side] = {
     TORCH: TorchSide(),
     TORCH_BEST: TorchBestSide(),
     RAY_DCP: RayDcpSide(),
     UNCHECKED: UncheckedSide(),
+    UNCOMPARED: UncomparedSide(),
 }
 
 

@@ -97,6 +97,42 @@ class Tensors:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicated:
+    """A model that every rank holds whole, as under DDP: blocks of three matrices, a smaller one, and eight vectors."""
+
+    num_blocks: int
+    matrix_rows: int
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * sum(math.prod(sizes) for sizes in self._sizes().values())
+
+    def values(self, layout: Layout, mesh: DeviceMesh) -> dict[str, Any]:
+        return {name: self._value(number, sizes) for number, (name, sizes) in enumerate(self._sizes().items())}
+
+    def template(self, layout: Layout, mesh: DeviceMesh) -> dict[str, Any]:
+        return {name: torch.full(sizes, math.nan) for name, sizes in self._sizes().items()}
+
+    def differences(self, held: dict[str, Any], layout: Layout, mesh: DeviceMesh) -> list[str]:
+        return [
+            name
+            for number, (name, sizes) in enumerate(self._sizes().items())
+            if not torch.equal(held[name], self._value(number, sizes))
+        ]
+
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        sizes: dict[str, tuple[int, ...]] = {}
+        for block in range(self.num_blocks):
+            sizes |= {f"block.{block}.matrix.{number}": (self.matrix_rows, 1024) for number in range(3)}
+            sizes[f"block.{block}.small"] = (max(self.matrix_rows // 8, 1), 1024)
+            sizes |= {f"block.{block}.vector.{number}": (1024,) for number in range(8)}
+        return sizes
+
+    def _value(self, number: int, sizes: tuple[int, ...]) -> torch.Tensor:
+        return (torch.arange(math.prod(sizes)) % _LINEAR + number).float().view(sizes)
+
+
+@dataclass(frozen=True, slots=True)
 class Scalars:
     """As optimizers hold them, the same on all ranks: half of them tensors without dimensions, half Python floats."""
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from side_by_side.results import MAX_PERCENT, Measure, WorkloadResult
-from side_by_side.sides import RAY_DCP, TORCH, TORCH_BEST, UNCHECKED
+from side_by_side.sides import RAY_DCP, TORCH, TORCH_BEST, UNCHECKED, UNCOMPARED
 from side_by_side.spread import SpreadResult
 
 _TIMES_AS_FAST = {
@@ -25,6 +25,7 @@ _SCALARS_TIMES_AS_FAST = 10.0
 _SCALARS_MAX_NBYTES = 12e6
 _MAX_READ_PER_NEEDED = 1.1
 _MAX_CHECKED_PER_UNCHECKED = 1.1
+_MAX_COMPARED_PER_UNCOMPARED = 1.03
 _MAX_CPU_PER_TORCH = 0.6
 _MAX_EXTRA_NBYTES = 64 * 2**20
 
@@ -88,6 +89,8 @@ def lines_of(results: Sequence[WorkloadResult], spreads: Sequence[SpreadResult])
         if result.name == "large":
             lines += [_cost_of_checksums(measures[name]) for name in measures if UNCHECKED in measures[name].figures]
             lines += [_cpu_of_save(measures["save"]), _memory_of_save(measures["save"])]
+        if result.name == "replicas":
+            lines.append(_cost_of_comparing(measures["save"]))
         if result.name == "scalars":
             lines += [_scalars_speed(result), _scalars_size(result)]
     return lines + [line for spread in spreads for line in _read_per_needed(spread)]
@@ -120,6 +123,12 @@ def _cost_of_checksums(measure: Measure) -> Line:
     name = f"large {measure.name}: checksums on / off"
     measured, by_minima = 1 / measure.ratio_of_medians(UNCHECKED), 1 / measure.ratio_of_minima(UNCHECKED)
     return Line(name, _MAX_CHECKED_PER_UNCHECKED, False, Unit.TIMES, measured, by_minima)
+
+
+def _cost_of_comparing(save: Measure) -> Line:
+    measured, by_minima = 1 / save.ratio_of_medians(UNCOMPARED), 1 / save.ratio_of_minima(UNCOMPARED)
+    name = "replicas save: compared / not compared"
+    return Line(name, _MAX_COMPARED_PER_UNCOMPARED, False, Unit.TIMES, measured, by_minima)
 
 
 def _cpu_of_save(save: Measure) -> Line:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from side_by_side.probes import Limit
-from side_by_side.sides import UNCHECKED
-from side_by_side.states import Scalars, State, Tensors
+from side_by_side.sides import UNCHECKED, UNCOMPARED
+from side_by_side.states import Replicated, Scalars, State, Tensors
 
 NUM_RANKS = 2
 NUM_READERS = 8
@@ -41,13 +41,15 @@ class Workload:
     measures: tuple[str, ...]
     unchecked: tuple[str, ...] = ()
     """Measures that ray_dcp also does with its checksums turned off."""
+    uncompared: tuple[str, ...] = ()
+    """Measures that ray_dcp also does without comparing replicas."""
 
     def measures_of(self, side: str) -> tuple[str, ...]:
-        return self.unchecked if side == UNCHECKED else self.measures
+        return {UNCHECKED: self.unchecked, UNCOMPARED: self.uncompared}.get(side, self.measures)
 
     def sides(self, compared: Sequence[str]) -> list[str]:
         """In the order in which they take turns."""
-        return [*compared, UNCHECKED] if self.unchecked else [*compared]
+        return [*compared, *[side for side in (UNCHECKED, UNCOMPARED) if self.measures_of(side)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,9 @@ def all_workloads(large_nbytes: int, num_small: int, num_scalars: int) -> dict[s
         Workload("large", f"{_NUM_LARGE} large tensors", large, of_large, unchecked=("save", "load")),
         Workload("small", f"{num_small:,} tensors of 16 KiB a rank", small, ("save", "load")),
         Workload("scalars", f"{num_scalars:,} scalars", Scalars(num_scalars), ("save", "load")),
+        Workload(
+            "replicas", "a model that every rank holds", _replicated(large_nbytes), ("save",), uncompared=("save",)
+        ),
         Workload("async", f"{_NUM_LARGE} large tensors, async_save", large, ("stall", "staged", "durable")),
     )
     return {workload.name: workload for workload in workloads}
@@ -76,6 +81,12 @@ def all_workloads(large_nbytes: int, num_small: int, num_scalars: int) -> dict[s
 def spread(large_nbytes: int, num_readers: int) -> Spread:
     """Of some tensors as the large ones are."""
     return Spread("spread", Tensors(_NUM_SPREAD, _LARGE_ROWS, _columns(large_nbytes, num_readers)), num_readers)
+
+
+def _replicated(large_nbytes: int) -> Replicated:
+    """Matrices of 8 MiB, so that those an eighth of it are compared whole; smaller where all is."""
+    rows = min(2048, max(8, large_nbytes // (2**22)))
+    return Replicated(max(1, large_nbytes // Replicated(1, rows).nbytes), rows)
 
 
 def _columns(large_nbytes: int, num_parts: int) -> int:

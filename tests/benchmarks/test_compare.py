@@ -16,7 +16,14 @@ MEASURES = {
     "large": ["save", "load", "reshard", "unsynced"],
     "small": ["save", "load"],
     "scalars": ["save", "load"],
+    "replicas": ["save"],
     "async": ["stall", "staged", "durable"],
+}
+
+VARIANTS = {
+    ("large", "save"): {"unchecked"},
+    ("large", "load"): {"unchecked"},
+    ("replicas", "save"): {"uncompared"},
 }
 
 
@@ -38,20 +45,20 @@ def test_a_quick_run_measures_and_verifies_every_workload_on_both_sides(tmp_path
     for result in report["workloads"]:
         assert set(result["disk_nbytes"]) == {"torch", "ray_dcp"}
         for measure in result["measures"]:
-            check_measure(measure, unchecked=result["name"] == "large" and measure["name"] in ("save", "load"))
+            check_measure(measure, VARIANTS.get((result["name"], measure["name"]), set()))
     (spread,) = report["spread"]
     assert spread["verified"]
     for loads in spread["loads"].values():
         assert loads["torch"]["reported_nbytes"] is None
         assert 0 < loads["ray_dcp"]["reported_nbytes"] <= 1.1 * loads["ray_dcp"]["counted_nbytes"]
-    assert len(report["targets"]) == 16
+    assert len(report["targets"]) == 17
     assert {target["verdict"] for target in report["targets"]} == {"not valid"}
     assert all(target["measured"] > 0 for target in report["targets"] if "memory" not in target["line"])
     assert list(folder.iterdir()) == []
 
 
-def check_measure(measure, *, unchecked):
-    assert set(measure["sides"]) == {"torch", "ray_dcp"} | ({"unchecked"} if unchecked else set())
+def check_measure(measure, variants):
+    assert set(measure["sides"]) == {"torch", "ray_dcp"} | variants
     assert measure["limit"]["min_s"] > 0
     for figure in measure["sides"].values():
         assert figure["num_verified"] == len(figure["runs_s"]) == 1

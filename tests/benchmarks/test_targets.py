@@ -55,6 +55,11 @@ def test_shares_of_the_limit_are_by_medians_and_by_minima(measured, lines):
     assert share.figures == (pytest.approx(60), pytest.approx(90), None)
 
 
+def test_comparing_replicas_costs_what_a_save_takes_longer_than_without(measured, lines):
+    save = measured("save", {"torch": [3, 3, 3], "ray_dcp": [1, 1.5, 2], "uncompared": [1, 1, 1]})
+    assert lines("replicas", [save])["replicas save: compared / not compared"].figures == (1.5, 1.0, None)
+
+
 def test_checksums_cost_what_a_run_takes_longer_than_without(measured, lines):
     of_large = large(measured, lines)
     assert of_large["large save: checksums on / off"].figures == (1.5, 1.0, None)
