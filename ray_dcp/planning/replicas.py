@@ -30,6 +30,7 @@ from ray_dcp.staging.host_pieces import small_content, tensor_memory
 
 NOT_LOOKED_AT = 0
 """In place of a digest."""
+_COUNTER_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32))
 _NUM_SAMPLES, _SAMPLE_NBYTES = 16, 4096
 """Of a tensor that is too large to be looked at as a whole."""
 _MAX_SHOWN_NBYTES = 16 << 20
@@ -78,10 +79,13 @@ def replica_digests(plan: SavePlan, planner: SavePlanner, check: ReplicaCheck) -
             digest = scalar_digest(value) if type(value) in SCALARS else _object_digest(fqn, value)
             digests[number] = digest or 1
             continue
+        if type(value) is torch.Tensor and value.dtype in _COUNTER_DTYPES and value.is_cpu and not value.dim():
+            digests[number] = scalar_digest(value.item()) or 1  # counters, of which optimizers have thousands
+            continue
         tensor = _replica(item, value, planner, unsharded)
         if tensor is None:
             continue
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             content = _looked_at(tensor, check.max_nbytes)
             digests[number] = NOT_LOOKED_AT if content is None else crc32(content) or 1
         else:

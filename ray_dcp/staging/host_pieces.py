@@ -40,7 +40,7 @@ def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 def small_content(tensor: torch.Tensor) -> bytes | memoryview:
     """All of a tensor's bytes at once."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         nbytes = tensor.nbytes
         # A view takes several times as long to make as such a small tensor to copy.
         return ctypes.string_at(tensor.data_ptr(), nbytes) if nbytes <= _MAX_COPIED_NBYTES else tensor_memory(tensor)

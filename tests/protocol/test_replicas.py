@@ -194,6 +194,18 @@ def test_every_dtype_can_differ(tmp_path, caplog, dtype):
     assert "largest difference 1)" in warned(caplog)[0]
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float4_e2m1fn_x2]
+)
+def test_tensors_without_dimensions_are_compared(tmp_path, caplog, dtype):
+    def state(rank):
+        bits = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, rank], dtype=torch.uint8)
+        return {"same": bits[: dtype.itemsize].view(dtype)[0], "other": bits[-dtype.itemsize :].view(dtype)[0]}
+
+    require_no_errors(ThreadRanks(2).save(state, tmp_path / "c"))
+    assert [text.split(" ")[0] for text in warned(caplog)] == ["other"]
+
+
 def test_with_error_nothing_is_written_and_all_names_and_ranks_are_told(tmp_path, caplog):
     ranks = ThreadRanks(3)
     refused = ranks.save(by_rank, tmp_path / "c", replica_check=ReplicaCheck("error"))
