@@ -4,7 +4,8 @@ A *fiber* is a thread that runs only between two of its pauses, while everybody 
 list of choices, and the same choices are the same run. The fibers are the real halves (``save``, ``load`` over a
 ``RemoteCall``; the step that a ``Coordinator`` hands to ``execute``). They pause before a message leaves, until its
 answer is there, at every ``Point``, and before and after each operation of the store. At each pause a fiber can be made
-to fail, or its process be killed: nothing that it does afterwards has any effect.
+to fail, or its process be killed: nothing that it does afterwards has any effect. The threads in which a rank reads are
+fibers too (``ReadingPool``).
 
 What must never happen is looked for where it would happen (``World.wrong``), and told after the step.
 """
@@ -15,7 +16,8 @@ import itertools
 import pickle
 import posixpath
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ray_dcp import LocalShards
 from ray_dcp.config import Limits
+from ray_dcp.dcp_io import read_tasks
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import (
@@ -89,6 +92,8 @@ class Fiber:
         self.place = "start"
         self.epoch: int | None = None
         """Of the coordinator whose step this is."""
+        self.helpers: list[ReadingFiber] = []
+        """What its process does for it in other threads."""
         self.done = False
         self.dead = False
         self.atomic = False
@@ -120,6 +125,8 @@ class Fiber:
             self._thread.join()
 
     def kill(self) -> None:
+        for helper in self.helpers:
+            helper.kill()
         self.dead = True
         if self._thread is None:
             self.done = True
@@ -162,6 +169,71 @@ class Fiber:
         finally:
             self.done = True
             self._back.release()
+
+
+class ReadingFiber(Fiber):
+    """One read, in a thread of the pool of ``owner``, with no more than ``at_once`` others."""
+
+    def __init__(self, owner: Fiber, read: Callable[[], Any], at_once: int) -> None:
+        super().__init__(f"{owner.name}, reading", owner.group, self._read_into_future)
+        self.owner = owner
+        self.future: Future[Any] = Future()
+        self._read = read
+        self._started = False
+        self._ready = lambda: sum(one._started and not one.done for one in owner.helpers) < at_once
+
+    def _read_into_future(self) -> None:
+        self._started = True
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._read())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+
+class ReadingPool:
+    """As a ``ThreadPoolExecutor``, but that its threads are fibers; out of all fibers each read is done at once."""
+
+    def __init__(self, max_workers: int, thread_name_prefix: str = "") -> None:
+        self._owner = Fiber.current
+        self._max_workers = max_workers
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        if self._owner is None:
+            future: Future[Any] = Future()
+            future.set_result(function(*args))
+            return future
+        fiber = ReadingFiber(self._owner, lambda: function(*args), self._max_workers)
+        self._owner.helpers = [one for one in self._owner.helpers if not one.done] + [fiber]
+        return fiber.future
+
+    def __enter__(self) -> ReadingPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._owner is not None:
+            helpers = self._owner.helpers
+            self._owner.pause("wait for all reads", ready=lambda: all(one.done for one in helpers))
+
+
+def wait_for_some(futures: Iterable[Future[Any]], return_when: str) -> types.SimpleNamespace:
+    """As ``concurrent.futures.wait`` for the first of them, in an order that is always the same."""
+    waited_for = list(futures)
+    if Fiber.current is not None:
+        Fiber.current.pause("wait for reads", ready=lambda: any(one.done() for one in waited_for))
+    return types.SimpleNamespace(done=[one for one in waited_for if one.done()])
+
+
+@contextmanager
+def reading_in_fibers() -> Iterator[None]:
+    """Within the block what is read in several threads is read in fibers."""
+    before = read_tasks.ThreadPoolExecutor, read_tasks.wait
+    read_tasks.ThreadPoolExecutor, read_tasks.wait = ReadingPool, wait_for_some
+    try:
+        yield
+    finally:
+        read_tasks.ThreadPoolExecutor, read_tasks.wait = before
 
 
 def pause_here(place: str) -> None:
@@ -585,7 +657,7 @@ class Group:
     @property
     def fibers(self) -> list[Fiber]:
         """Those that can go on."""
-        of_ranks = [fiber for process in self.processes for fiber in process.fibers]
+        of_ranks = [one for process in self.processes for fiber in process.fibers for one in (fiber, *fiber.helpers)]
         return [fiber for fiber in (*of_ranks, *self.steps) if fiber.runnable]
 
     @property

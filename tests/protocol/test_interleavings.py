@@ -27,7 +27,18 @@ from ray_dcp.layout import ShardFile
 from ray_dcp.maintenance.sweep import delete_leftovers, plan_sweep
 from ray_dcp.points import observed_by
 from tests.conftest import interleavings
-from tests.protocol.interleavings import EPOCH_S, Fiber, Group, Op, Process, RankFiber, World, pause_here
+from tests.protocol.interleavings import (
+    EPOCH_S,
+    Fiber,
+    Group,
+    Op,
+    Process,
+    RankFiber,
+    ReadingFiber,
+    World,
+    pause_here,
+    reading_in_fibers,
+)
 
 CHECKPOINTS = ("step-00000001", "step-00000002")
 TO_ITS_END = 1000
@@ -65,6 +76,7 @@ class Interleavings(RuleBasedStateMachine):
         self.num_saves = 0
         self.planned_sweep = None
         self.stack = contextlib.ExitStack()
+        self.stack.enter_context(reading_in_fibers())
         self.stack.enter_context(observed_by(lambda point: pause_here(f"point {point.title}")))
         self.stack.callback(self.world.close)
         for name, stand_in in (
@@ -140,6 +152,7 @@ class Interleavings(RuleBasedStateMachine):
         if accident == "fail" and (failure := fiber.failure_here()) is not None:
             fiber.run(failure)
         elif accident == "die":
+            fiber = fiber.owner if isinstance(fiber, ReadingFiber) else fiber
             members = [fiber.process] if isinstance(fiber, RankFiber) else fiber.group.members
             process = members[who % len(members)] if members else None
             if process is not None and process.alive:
@@ -284,7 +297,9 @@ class Interleavings(RuleBasedStateMachine):
         return [fiber for group in self.groups for fiber in group.fibers]
 
     def everybody(self) -> list[Fiber]:
-        return [one for group in self.groups for one in (*group.unfinished, *group.steps) if not one.done]
+        of_ranks = [one for group in self.groups for fiber in group.unfinished for one in (fiber, *fiber.helpers)]
+        steps = [step for group in self.groups for step in group.steps]
+        return [one for one in (*of_ranks, *steps) if not one.done]
 
     def pick(self, who: int) -> Fiber | None:
         fibers = self.runnable()
