@@ -31,8 +31,13 @@ class FitsCheckpoint(Protocol):
 
 def template_of(stateful: Any, fqn: str, metadata: Metadata) -> Any:
     """The template that the ``Stateful`` under the name ``fqn`` gives for this checkpoint."""
+    return template_of_saved(stateful, fqn, metadata.state_dict_metadata)
+
+
+def template_of_saved(stateful: Any, fqn: str, saved: Saved) -> Any:
+    """The same of names that a ``Stateful`` around it was asked with."""
     if isinstance(stateful, FitsCheckpoint):
-        return stateful.template_for(saved_below(metadata.state_dict_metadata, fqn))
+        return stateful.template_for(saved_below(saved, fqn))
     return stateful.state_dict()
 
 
@@ -42,4 +47,4 @@ def saved_below(saved: Saved, fqn: str) -> dict[str, STORAGE_TYPES]:
     return {name[len(prefix) :]: value for name, value in saved.items() if name.startswith(prefix)}
 
 
-__all__ = ["FitsCheckpoint", "Saved", "saved_below", "template_of"]
+__all__ = ["FitsCheckpoint", "Saved", "saved_below", "template_of", "template_of_saved"]

@@ -1,0 +1,42 @@
+"""State of learning-rate schedules, whose lists follow the order of their optimizer's groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_BY_GROUP = frozenset(
+    ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "_initial_lrs")
+)
+"""What torch's schedules keep for each group."""
+
+
+def in_group_order(
+    state: Mapping[str, Any], current: Mapping[str, Any], sources: Sequence[int | None], num_saved: int
+) -> dict[str, Any]:
+    """``state`` for an optimizer whose group i was group ``sources[i]`` of ``num_saved`` when it was saved.
+
+    A group that was not there (None) keeps what ``current`` says.
+    """
+    if list(sources) == list(range(num_saved)):
+        return dict(state)
+    changed: dict[str, Any] = {}
+    for key, value in state.items():
+        mine = current.get(key)
+        if key == "_schedulers" and isinstance(mine, list) and len(mine) == len(value):
+            changed[key] = [
+                in_group_order(part, own, sources, num_saved) for part, own in zip(value, mine, strict=True)
+            ]
+        elif key in _BY_GROUP and _one_each(value, num_saved) and _one_each(mine, len(sources)):
+            assert isinstance(mine, list | tuple)
+            changed[key] = [mine[i] if source is None else value[source] for i, source in enumerate(sources)]
+        else:
+            changed[key] = value
+    return changed
+
+
+def _one_each(value: Any, count: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == count
+
+
+__all__ = ["in_group_order"]
