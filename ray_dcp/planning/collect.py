@@ -55,8 +55,6 @@ def _plain(value: Any, rank: int) -> Any:
     if isinstance(value, list):
         entries = [entry if type(entry) in LEAVES else _plain(entry, rank) for entry in value]
         return entries if any(a is not b for a, b in zip(entries, value, strict=True)) else value
-    if isinstance(value, tuple) and any(_plain(entry, rank) is not entry for entry in value):
-        raise StateDictError(f"a tuple is saved as one value, the PerRank in it would be lost: use a list: {value}")
     return value
 
 

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
+
+from ray_dcp.errors import StateDictError
 
 LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, bytes, type(None)))
 """Types of values with nothing inside: most values are of these, and asking each what it is takes long."""
 
+Path = tuple[str | int, ...]
 
-def flat_state(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values by name, and the path of each, as torch's ``flatten_state_dict`` gives them."""
+
+def flat_state(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values by name, and the path of each, as torch's ``flatten_state_dict`` gives them.
+
+    Unlike there an empty dict is a value too. Raises ``StateDictError`` naming all values that have one name.
+    """
     if all(type(key) is str and type(value) in LEAVES for key, value in state_dict.items()):
         return dict(state_dict), {key: (key,) for key in state_dict}
-    flat, paths = flatten_state_dict(state_dict)
+    flat: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    num_values = 0
+    for name, path, value in _named(state_dict.items(), "", ()):
+        flat[name] = value
+        paths[name] = path
+        num_values += 1
+    if num_values != len(flat):
+        raise StateDictError("two values have one name: keys are joined by dots, as text", _clashes(state_dict))
     return flat, paths
 
 
@@ -27,3 +41,67 @@ def in_key_order(state_dict: Mapping[Any, Any]) -> list[Any]:
     ``state_dict()`` and ``load_state_dict()`` may wait for the other ranks, for ever if those are in another one.
     """
     return sorted(state_dict, key=str)
+
+
+def is_empty_dict(value: Any) -> bool:
+    return type(value) not in LEAVES and isinstance(value, Mapping) and not value
+
+
+def unstorable_names(fqns: Iterable[str]) -> list[str]:
+    """A line for each name that is no text: one with half of a surrogate pair has no bytes in UTF-8."""
+    fqns = list(fqns)
+    try:
+        "\n".join(fqns).encode()
+    except UnicodeEncodeError:
+        return [f"{fqn!r}: no text that can be stored; give it another key" for fqn in fqns if not _is_text(fqn)]
+    return []
+
+
+def _is_text(fqn: str) -> bool:
+    try:
+        fqn.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _named(
+    entries: Iterable[tuple[Any, Any]], prefix: str, above: Path, in_list: bool = False
+) -> Iterator[tuple[str, Path, Any]]:
+    """Each value with its name and path; ``entries`` are those of the dict or list at ``above``."""
+    for key, value in entries:
+        path = (*above, key if in_list else str(key))
+        if type(value) in LEAVES:
+            yield f"{prefix}{key}", path, value
+        elif isinstance(value, Mapping) and value:
+            yield from _named(value.items(), f"{prefix}{key}.", path)
+        elif isinstance(value, list) and is_walked(value):
+            yield from _named(enumerate(value), f"{prefix}{key}.", path, in_list=True)
+        else:
+            yield f"{prefix}{key}", path, value
+
+
+def is_walked(entries: list[Any]) -> bool:
+    """Whether the entries of a list are values of their own: where one of them is a tensor or leads to values."""
+    return any(
+        isinstance(entry, torch.Tensor | Mapping) or (isinstance(entry, list) and is_walked(entry)) for entry in entries
+    )
+
+
+def _clashes(state_dict: Mapping[Any, Any]) -> list[str]:
+    places: dict[str, list[str]] = {}
+    for name, place in _places(state_dict.items(), "", "state_dict"):
+        places.setdefault(name, []).append(place)
+    return [f"{name}: {' and '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+
+
+def _places(entries: Iterable[tuple[Any, Any]], prefix: str, above: str) -> Iterator[tuple[str, str]]:
+    """Each value's name, and how Python code gets there."""
+    for key, value in entries:
+        name, place = f"{prefix}{key}", f"{above}[{key!r}]"
+        if isinstance(value, Mapping) and value:
+            yield from _places(value.items(), f"{name}.", place)
+        elif isinstance(value, list) and is_walked(value):
+            yield from _places(enumerate(value), f"{name}.", place)
+        else:
+            yield name, place

@@ -55,6 +55,12 @@ def is_per_rank_name(fqn: str) -> bool:
     return _NAME.fullmatch(fqn) is not None
 
 
+def per_rank_fqn(fqn: str) -> str:
+    """The name of the ``PerRank`` of which ``fqn`` is one rank's value."""
+    match = _NAME.fullmatch(fqn)
+    return match["fqn"] if match else fqn
+
+
 def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
     """How many ranks saved each per-rank value, by its name."""
     world_sizes: dict[str, int] = {}

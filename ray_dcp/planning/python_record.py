@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
@@ -14,39 +16,39 @@ from torch.serialization import DEFAULT_PROTOCOL
 
 from ray_dcp.checksums import crc32
 from ray_dcp.layout import PAYLOAD_ALIGNMENT
+from ray_dcp.planning.compact import compacted
+from ray_dcp.planning.survey import Survey
 from ray_dcp.zip_record import frame_pickle
 
 SCALARS = frozenset((bool, int, float, str, bytes, type(None)))
 
 
 def python_record(value: Any) -> bytes:
-    """A record that ``torch.load`` turns into ``value``. Raises whatever pickling it raises."""
+    """A record that ``torch.load`` turns into ``value``; of tensors in it only their own bytes.
+
+    Raises ``HiddenPartError`` for what would be lost in it, and whatever pickling it raises.
+    """
     if type(value) in SCALARS:
         return frame_pickle(pickle.dumps(value, DEFAULT_PROTOCOL))
-    buffer = io.BytesIO()
-    try:
-        _TensorlessPickler(buffer, DEFAULT_PROTOCOL).dump(value)
-    except _HoldsTensorsError:
-        return _with_tensors(value)
-    return frame_pickle(buffer.getvalue())
+    survey = Survey(value)
+    if survey.pickled is not None:
+        return frame_pickle(survey.pickled)
+    return _with_tensors(value, compacted(survey.tensors))
 
 
-class _HoldsTensorsError(Exception):
-    pass
+def _with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> bytes:
+    """What ``torch.save`` writes, with other tensors in place of some, named by ``id``."""
 
+    class Replacing(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            replacement = replaced.get(id(obj))
+            return NotImplemented if replacement is None else replacement.__reduce_ex__(DEFAULT_PROTOCOL)
 
-class _TensorlessPickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> None:
-        """``torch.save`` puts storages, classes of modules and what else it names beside the pickle."""
-        if isinstance(obj, torch.storage.TypedStorage | torch.UntypedStorage):
-            raise _HoldsTensorsError
-
-
-def _with_tensors(value: Any) -> bytes:
     buffer = io.BytesIO()
     settings = {"save.compute_crc32": True, "save.storage_alignment": PAYLOAD_ALIGNMENT}
+    pickling: Any = SimpleNamespace(__name__="pickle", Pickler=Replacing if replaced else pickle.Pickler)
     with torch.utils.serialization.config.patch(settings):  # type: ignore[attr-defined]  # put there on import
-        torch.save(value, buffer)
+        torch.save(value, buffer, pickle_module=pickling)
     return buffer.getvalue()
 
 

@@ -7,7 +7,7 @@ while planning, so that a value that cannot be pickled is found before any rank 
 from __future__ import annotations
 
 import io
-import pickle
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,18 +18,20 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.flat import flat_state
+from ray_dcp.planning.flat import LEAVES, flat_state, is_empty_dict, unstorable_names
 from ray_dcp.planning.global_plan import GlobalTable, plan_tables
 from ray_dcp.planning.layouts import WriteLayouts, is_freed, local_part
-from ray_dcp.planning.local_shards import LocalShards
+from ray_dcp.planning.per_rank import OneRanksValue, PerRank, is_per_rank_name, per_rank_fqn
 from ray_dcp.planning.plan_table import PlanTable
 from ray_dcp.planning.python_record import SCALARS, python_record
+from ray_dcp.planning.survey import IN_ONE_RANK, HiddenPartError, Survey
 
 
 class StatePlanner(DefaultSavePlanner):
@@ -61,7 +63,7 @@ class StatePlanner(DefaultSavePlanner):
         self.mappings = {}
         if self.flatten_state_dict:
             state_dict, self.mappings = flat_state(state_dict)
-        if self.flatten_sharded_tensors and not (self.flatten_state_dict and _has_no_sharded_tensor(state_dict)):
+        if self.flatten_sharded_tensors and _holds_sharded_tensor(state_dict, walked=not self.flatten_state_dict):
             state_dict = _flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
@@ -70,14 +72,18 @@ class StatePlanner(DefaultSavePlanner):
         """As torch's; everything that cannot be saved is named at once."""
         layouts = WriteLayouts()
         items: list[WriteItem] = []
-        problems: list[str] = []
+        problems = unstorable_names(self.state_dict)
         for fqn, value in self.state_dict.items():
             if type(value) in SCALARS:  # it can be pickled, and cannot change until then
                 items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
                 continue
             local = local_part(value)
             if local is None:
-                found = self._other_items(fqn, value)
+                try:
+                    found = self._other_items(fqn, value)
+                except Exception as error:  # noqa: BLE001  # asks the value's own class
+                    problems.append(f"{fqn}: {_no_items(value, error)}")
+                    continue
                 items += found
                 problems += [problem for item in found for problem in self._item_problems(item)]
             elif type(value) is not DTensor or value.device_mesh.get_coordinate() is not None:
@@ -87,7 +93,7 @@ class StatePlanner(DefaultSavePlanner):
                 else:
                     items.append(layouts.item_of(fqn, value, local))
         if problems:
-            raise StateDictError("the state dict holds values that cannot be saved", problems)
+            raise StateDictError(_CANNOT_BE_SAVED, problems)
         self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
         return self.plan
 
@@ -123,13 +129,13 @@ class StatePlanner(DefaultSavePlanner):
             problem = tensor_problem(value)
             if problem:
                 yield f"{fqn}: {problem}"
-        elif _holds_shards(value):
-            yield f"{fqn}: a sharded tensor in a {type(value).__name__} would be pickled by one rank alone: use a list"
-        else:
-            try:
-                self._pickled[fqn] = python_record(value)
-            except (pickle.PickleError, TypeError, AttributeError, RecursionError, NotImplementedError) as error:
-                yield f"{fqn}: a {type(value).__name__} that cannot be pickled: {error}"
+            return
+        if is_empty_dict(value):
+            value = OrderedDict() if isinstance(value, OrderedDict) else {}  # whatever class it is of
+        try:
+            self._pickled[fqn] = python_record(value)
+        except Exception as error:  # noqa: BLE001  # pickling runs the code of the value's own classes
+            yield _python_problem(fqn, value, error)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:
@@ -157,22 +163,87 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
     return None
 
 
+_CANNOT_BE_SAVED = "the state dict holds values that cannot be saved"
 _PYTHON = frozenset((int, float, str, bytes, bool, type(None), dict, list, tuple))
 """Types that no planner makes anything but a Python object of."""
 _STORABLE_DTYPES = torch.storage._dtype_to_storage_type_map().keys() | torch.storage._new_dtypes()
 
 
-def _has_no_sharded_tensor(flat: Mapping[str, Any]) -> bool:
-    return not any(isinstance(value, ShardedTensor) for value in flat.values())
+def _holds_sharded_tensor(state: Any, *, walked: bool) -> bool:
+    """Whether there is one in a dict, or, ``walked``, in what dicts and lists in it lead to."""
+    return any(
+        isinstance(value, ShardedTensor)
+        or (walked and isinstance(value, Mapping | list) and _holds_sharded_tensor(value, walked=True))
+        for value in (state.values() if isinstance(state, Mapping) else state)
+        if type(value) not in LEAVES
+    )
 
 
-def _holds_shards(value: Any) -> bool:
-    """Whether a sharded tensor lies where no planner looks for one: in a tuple, or below."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_shards, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_shards, value))
-    return isinstance(value, DTensor | ShardedTensor | LocalShards)
+def _no_items(value: Any, error: Exception) -> str:
+    if isinstance(value, UninitializedParameter | UninitializedBuffer):
+        return f"a {type(value).__name__} has no values before its module's first forward pass"
+    return f"a {type(value).__name__} that cannot be saved: {error}"
+
+
+def _python_problem(fqn: str, value: Any, error: Exception) -> str:
+    """What is wrong with a Python value, as a line of the list of problems; ``error`` is what pickling it raised."""
+    if is_per_rank_name(fqn) and type(value) is tuple and len(value) == 1:
+        fqn, value = per_rank_fqn(fqn), value[0]
+    if isinstance(error, HiddenPartError):
+        return f"{fqn}: {error.within(value)}"
+    return f"{fqn}: a {type(value).__name__} that cannot be pickled: {error}"
+
+
+def require_storable(planner: SavePlanner, plan: SavePlan, state: Mapping[str, Any]) -> None:
+    """Raise ``StateDictError`` for what can be told of any planner's local plan: all of it, by name.
+
+    Names that are no text; and what would be lost in a Python value, as far as it is known what the planner pickles.
+    """
+    problems = unstorable_names(item.index.fqn for item in plan.items)
+    if not isinstance(planner, DefaultSavePlanner):
+        problems += _per_rank_in_tuples(state, "")
+    elif not planner.flatten_state_dict:
+        problems += [f"{fqn}: a PerRank {IN_ONE_RANK}" for fqn in _one_ranks_values(state, "")]
+    if isinstance(planner, DefaultSavePlanner) and _pickles_as_torch(planner):
+        for item in plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                value = planner.lookup_object(item.index)
+                try:
+                    Survey(value) if type(value) not in SCALARS else None
+                except Exception as error:  # noqa: BLE001  # pickling runs the code of the value's own classes
+                    problems.append(_python_problem(item.index.fqn, value, error))
+    if problems:
+        raise StateDictError(_CANNOT_BE_SAVED, problems)
+
+
+def _pickles_as_torch(planner: DefaultSavePlanner) -> bool:
+    kind = type(planner)
+    return (
+        kind.resolve_data is DefaultSavePlanner.resolve_data
+        and kind.transform_object is DefaultSavePlanner.transform_object
+    )
+
+
+def _per_rank_in_tuples(value: Any, fqn: str) -> list[str]:
+    """No planner looks for values in tuples."""
+    if type(value) in LEAVES or not isinstance(value, Mapping | list | tuple):
+        return []
+    if isinstance(value, tuple):
+        lost = next((entry for entry in value if isinstance(entry, PerRank)), None)
+        if lost is not None:
+            return [f"{fqn}: {HiddenPartError(lost, IN_ONE_RANK).within(value)}"]
+    entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+    prefix = f"{fqn}." if fqn else ""
+    return [problem for key, entry in entries for problem in _per_rank_in_tuples(entry, f"{prefix}{key}")]
+
+
+def _one_ranks_values(value: Any, fqn: str) -> Iterator[str]:
+    if isinstance(value, OneRanksValue):
+        yield fqn
+    elif type(value) not in LEAVES and isinstance(value, Mapping | list):
+        prefix = f"{fqn}." if fqn else ""
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _one_ranks_values(entry, f"{prefix}{key}")
 
 
 @contextmanager

@@ -28,9 +28,10 @@ from ray_dcp.config import DEFAULT_REPLICA_CHECK, ReplicaCheck
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems
 from ray_dcp.planning.collect import collect_state
+from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.plan_table import PlanTable
 from ray_dcp.planning.replicas import ShownReplicas, replica_digests, shown_replicas
-from ray_dcp.planning.state_dict import StatePlanner, for_global_step, plan_cache_off
+from ray_dcp.planning.state_dict import StatePlanner, for_global_step, plan_cache_off, require_storable
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.counting import CountingPlanner
@@ -193,13 +194,20 @@ def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> Sa
     is_coordinator = call.rank == 0
     planner, writer = request.planner, request.writer
     storage_meta = writer.storage_meta()
-    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
-        planner.set_up_planner(state_dict=state, storage_meta=storage_meta, is_coordinator=is_coordinator)
-    else:
-        set_up: Any = planner.set_up_planner  # planners from before torch 2.3 know no storage_meta
-        set_up(state, is_coordinator)
+    try:
+        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+            planner.set_up_planner(state_dict=state, storage_meta=storage_meta, is_coordinator=is_coordinator)
+        else:
+            set_up: Any = planner.set_up_planner  # planners from before torch 2.3 know no storage_meta
+            set_up(state, is_coordinator)
+    except ValueError:
+        flat_state(state)  # says which, where two values have one name
+        raise
     writer.set_up_storage_writer(is_coordinator, **accepted(writer.set_up_storage_writer, call.rank))
-    return writer.prepare_local_plan(planner.create_local_plan())
+    plan = planner.create_local_plan()
+    if type(planner) is not StatePlanner:  # that one has looked
+        require_storable(planner, plan, state)
+    return writer.prepare_local_plan(plan)
 
 
 def _contribution(local: SavePlan, request: SaveRequest, call: Call) -> SaveContribution:

@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import _create_read_items, _create_write_items
 
 from ray_dcp import LocalShards
-from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.layouts import ReadLayouts, WriteLayouts, layout_key, local_part
 
 VALUES = {
@@ -68,10 +67,3 @@ def test_only_kinds_whose_chunks_follow_from_their_type_have_a_key():
     for other in (torch.zeros(2).as_subclass(Own), LocalShards((2,), {(0,): torch.zeros(2)}), 3.0):
         assert layout_key(other) is None
         assert local_part(other) is None
-
-
-def test_a_flat_state_is_the_one_that_torch_makes():
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    for state in ({"a": torch.zeros(1), "b": 2}, {"a": {"b": [1, torch.ones(1)]}, "c": {}}, {1: 2, "x": None}, {}):
-        assert repr(flat_state(state)) == repr(flatten_state_dict(state))

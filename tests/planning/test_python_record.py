@@ -105,6 +105,75 @@ def test_tensors_that_share_memory_still_do():
     assert part[0] == 7
 
 
+LARGE = torch.arange(250_000.0).reshape(500, 500)
+VIEWS = {
+    "one number": lambda: LARGE[3, 4],
+    "a row": lambda: LARGE[7],
+    "a column": lambda: LARGE[:, 3],
+    "nothing": lambda: LARGE[:0],
+    "a transposed corner": lambda: LARGE[:3, :2].t(),
+    "every tenth": lambda: LARGE[::10, 5],
+    "a parameter": lambda: torch.nn.Parameter(LARGE[7], requires_grad=False),
+    "with a gradient": lambda: LARGE[7].clone()[:3].requires_grad_(),
+    "as whole numbers": lambda: LARGE[7].view(torch.int32),
+    "conjugated": lambda: LARGE.view(torch.complex64)[0, :3].conj(),
+    "expanded": lambda: LARGE[0, 5].expand(20),
+    "in reach of bfloat16": lambda: LARGE.view(torch.bfloat16)[3, 5:9],
+}
+
+
+def held_nbytes(record: bytes) -> int:
+    """Of all storages."""
+    with zipfile.ZipFile(io.BytesIO(record)) as entries:
+        return sum(entry.file_size for entry in entries.infolist() if "/data/" in entry.filename)
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_of_a_view_its_own_bytes_are_stored(kind):
+    view = VIEWS[kind]()
+    record = python_record((view, {"n": [1]}))
+    (found, rest) = loaded(record)
+    assert type(found) is type(view)
+    assert found.dtype == view.dtype
+    assert found.requires_grad == view.requires_grad
+    assert torch.equal(found, view)
+    assert rest == {"n": [1]}
+    assert held_nbytes(record) <= view.nbytes
+
+
+def test_views_of_one_tensor_share_what_they_shared_where_that_takes_no_more():
+    near = [LARGE[3, 2:8], LARGE[3, 4:6], LARGE[3, 2:8]]
+    record = python_record(near)
+    first, middle, again = loaded(record)
+    assert held_nbytes(record) == 24
+    first[2] = -5
+    assert middle[0] == again[2] == -5
+    apart = {"a": LARGE[0, 0], "b": LARGE[499, 499], "same": (LARGE[0, 0],), "int": LARGE.view(torch.int32)[0, 0]}
+    record = python_record(apart)
+    assert same(loaded(record), apart)
+    assert held_nbytes(record) <= 16
+
+
+def test_attributes_of_a_view_stay_with_it():
+    view = LARGE[0, :2]
+    view.note = {"other": LARGE[1, 0]}
+    record = python_record([view])
+    (found,) = loaded(record)
+    assert found.note["other"] == LARGE[1, 0]
+    assert held_nbytes(record) <= 12
+
+
+def test_a_view_of_one_ranks_value_and_in_a_tuple_take_their_own_room(tmp_path):
+    state = {"a": dcp.PerRank(LARGE[0, :2]), "t": (LARGE[1, :2],), "w": LARGE[2, :2]}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 20_000
+    template = {"a": dcp.PerRank(None), "t": None, "w": torch.zeros(2)}
+    dcp.load(template, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(template["a"].value, LARGE[0, :2])
+    assert torch.equal(template["t"][0], LARGE[1, :2])
+    assert torch.equal(template["w"], LARGE[2, :2])
+
+
 def test_checksums_are_there_whatever_the_user_has_set_and_that_stays():
     import torch.utils.serialization as serialization
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
+import types
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ray_dcp import LocalShards, PerRank
+import ray_dcp as dcp
+from ray_dcp import CheckpointException, LocalShards, PerRank
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.collect import collect_state
-from ray_dcp.planning.state_dict import StatePlanner, for_global_step, plan_cache_off
+from ray_dcp.planning.state_dict import StatePlanner, for_global_step, plan_cache_off, require_storable
 
 
 class Counter:
@@ -75,16 +82,171 @@ def test_a_tensor_whose_bytes_are_not_its_values_is_refused_while_planning(words
     assert words in problem
 
 
-@pytest.mark.parametrize("wrap", [lambda t: (t,), lambda t: ([{"x": t}], 1), lambda t: ((t, 1), 2)])
-def test_a_sharded_tensor_in_a_tuple_is_refused_as_one_rank_alone_would_save_its_part(wrap):
-    (problem,) = problems({"bad": wrap(LocalShards((4,), {(0,): torch.ones(2)}))})
-    assert problem.startswith("bad: a sharded tensor in a tuple")
+@dataclasses.dataclass
+class Held:
+    part: Any
+    other: int = 1
 
 
-def test_a_per_rank_value_in_a_tuple_is_refused_as_ranks_would_share_it():
-    for state in ({"t": (1, PerRank(2))}, {"d": {"l": [({"deep": PerRank(2)},)]}}):
-        with pytest.raises(StateDictError, match=r"PerRank in it would be lost: use a list: .*PerRank\(2\)"):
-            collect_state(state, 0)
+class Slotted:
+    __slots__ = ("part",)
+
+    def __init__(self, part):
+        self.part = part
+
+
+class Pair(NamedTuple):
+    first: int
+    part: Any
+
+
+def function(part):
+    return part
+
+
+HOLDERS = {
+    "t (at [0])": lambda part: (part,),
+    "t (at [0][0]['x'])": lambda part: ([{"x": part}], 1),
+    "t (at .part)": Held,
+    "t (at .part.part)": lambda part: Held(Slotted(part)),
+    "t (at [1])": lambda part: collections.deque([1, part]),
+    "t (at .x)": lambda part: types.SimpleNamespace(x=part),
+    "t (at .args[0])": lambda part: functools.partial(function, part),
+    "t (at .keywords['part'])": lambda part: functools.partial(function, part=part),
+    "t (at {Held}.part)": lambda part: frozenset([IdentityHeld(part)]),
+    "t (at .first.part)": lambda part: Held(Pair(1, part)),
+    "t (at .x) with tensors": lambda part: types.SimpleNamespace(first=torch.ones(2), x=part, last=torch.ones(1)),
+}
+
+
+class IdentityHeld(Held):
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+HIDDEN = {
+    "LocalShards": lambda: LocalShards((4,), {(0,): torch.ones(2)}),
+    "PerRank": lambda: PerRank(5),
+    "Counter": lambda: Counter(3),
+    "Linear": lambda: torch.nn.Linear(1, 1),
+    "SGD": lambda: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]),
+    "UninitializedParameter": lambda: torch.nn.LazyLinear(2).weight,
+    "Tensor": lambda: torch.empty(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_would_be_lost_in_a_value_that_is_stored_whole_is_refused_by_its_path(holder, kind):
+    value = HOLDERS[holder](HIDDEN[kind]())
+    (problem,) = problems({"a": {"t": value}, "good": (1, torch.ones(2))})
+    assert problem.startswith(f"a.t: a {type(value).__name__} is stored as one value; the {kind} in it (at ")
+    where = problem.split("(at ")[1].split(")")[0]
+    assert part_at(value, where) in (kind, "frozenset")
+    with pytest.raises(StateDictError) as caught:
+        torchs_plan({"a": {"t": value}})
+    assert caught.value.problems == (problem,)
+
+
+def part_at(value, path):
+    """The kind of what Python finds there."""
+    if path.startswith("{"):
+        return "frozenset"
+    return type(eval(f"value{path}", {"value": value})).__name__
+
+
+def torchs_plan(state):
+    """What a planner of the user's that builds on torch's plans."""
+
+    class Theirs(DefaultSavePlanner):
+        pass
+
+    planner = Theirs()
+    collected = collect_state(state, 0)
+    planner.set_up_planner(collected, None, True)
+    plan = planner.create_local_plan()
+    require_storable(planner, plan, collected)
+    return plan
+
+
+def test_everything_that_is_wrong_is_named_at_once():
+    found = problems(
+        {
+            "tuple": (PerRank(1), 2),
+            "rng": PerRank(lambda: None),
+            "cursors": [PerRank((Counter(1),))],
+            "function": lambda: None,
+            "lazy": torch.nn.LazyLinear(2).weight,
+            "meta": torch.empty(1, device="meta"),
+            "fine": {1, 2},
+        }
+    )
+    starts = [
+        "tuple: a tuple is stored as one value; the PerRank in it (at [0]) would be stored by one rank for all",
+        "rng: a function that cannot be pickled: ",
+        "cursors.0: a tuple is stored as one value; the Counter in it (at [0]) would not be asked for its state_dict()",
+        "function: a function that cannot be pickled: ",
+        "lazy: a UninitializedParameter has no values before its module's first forward pass",
+        "meta: a meta tensor has no values to save",
+    ]
+    assert [problem[: len(start)] for problem, start in zip(found, starts, strict=True)] == starts
+
+
+def test_a_value_whose_class_fails_while_it_is_pickled_is_named():
+    class Failing:
+        def __reduce__(self):
+            raise ValueError("not now")
+
+    (problem,) = problems({"a": {"b": [Failing()]}})
+    assert problem == "a.b: a list that cannot be pickled: not now"
+
+
+def test_a_per_rank_value_among_the_values_of_one_name_is_refused():
+    """Without names for what is in a dict, one rank's dict is stored for all."""
+    planner = StatePlanner(flatten_state_dict=False)
+    planner.set_up_planner(collect_state({"a": {"rng": PerRank(1)}}, 0), None, True)
+    with pytest.raises(StateDictError, match=r"a: a dict is stored as one value; the PerRank in it \(at \['rng'\]\)"):
+        planner.create_local_plan()
+
+    class Theirs(DefaultSavePlanner):
+        pass
+
+    state = {"a": [{"rng": PerRank(1)}], "rng": PerRank(2)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, checkpoint_id="memory://none", planner=Theirs(flatten_state_dict=False), no_dist=True)
+    assert [problem.split(": ")[0] for problem in caught.value.__cause__.problems] == ["a.0.rng", "rng"]
+
+
+@pytest.mark.parametrize("make", [StatePlanner, DefaultSavePlanner])
+@pytest.mark.parametrize("key", ["\ud800", "a\udfff"])
+def test_a_key_that_is_no_text_is_refused_by_its_name(make, key):
+    planner = make()
+    state = {"deep": {key: torch.ones(1)}, key: 1, "good": 2}
+    planner.set_up_planner(state, None, True)
+    with pytest.raises(StateDictError) as caught:
+        require_storable(planner, planner.create_local_plan(), state)
+    assert caught.value.problems == tuple(
+        f"{name!r}: no text that can be stored; give it another key" for name in (f"deep.{key}", key)
+    )
+    str(caught.value).encode()
+
+
+class Own(SavePlanner):
+    """A planner of the user's own, that knows nothing of torch's."""
+
+    def set_up_planner(self, *args, **kwargs): ...
+    def create_local_plan(self): ...
+    def create_global_plan(self, all_plans): ...
+    def finish_plan(self, new_plan): ...
+    def resolve_data(self, write_item): ...
+
+
+def test_no_planner_at_all_is_given_a_per_rank_value_in_a_tuple():
+    for state in ({"t": (1, PerRank(2))}, {"d": {"l": [({"deep": (PerRank(2),)},)]}}):
+        with pytest.raises(
+            StateDictError, match=r"(t|d\.l\.0\.0\.deep): a tuple is stored as one value; the PerRank in it"
+        ):
+            require_storable(Own(), SavePlan([]), state)
 
 
 def test_plain_tensors_in_tuples_and_all_else_that_pickles_is_accepted():
@@ -142,8 +304,28 @@ def test_torchs_plan_cache_is_off_and_then_as_it_was():
         assert planner._enable_plan_caching
 
 
-@pytest.mark.parametrize("state", [{"x": {0: 1, "0": 2}}, {"a.b": 1, "a": {"b": 2}}], ids=str)
-def test_two_values_of_one_name_are_refused(state):
+CLASHES = {
+    "x.0: state_dict['x'][0] and state_dict['x']['0']": {"x": {0: 1, "0": torch.ones(1)}},
+    "a.b: state_dict['a.b'] and state_dict['a']['b']": {"a.b": 1, "a": {"b": 2}},
+    "l.0: state_dict['l'][0] and state_dict['l.0']": {"l": [torch.ones(1)], "l.0": 2},
+    "x.True: state_dict['x'][True] and state_dict['x']['True']": {"x": {True: {}, "True": 1}},
+    "x.__rank_0__: state_dict['x']['__rank_0__'] and state_dict['x.__rank_0__']": {
+        "x": PerRank(1),
+        "x.__rank_0__": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("make", [StatePlanner, DefaultSavePlanner])
+@pytest.mark.parametrize("problem", CLASHES)
+def test_two_values_of_one_name_are_refused_and_both_places_told(tmp_path, problem, make):
     """Torch's names are paths joined by dots; to keep one of the two would lose the other."""
-    with pytest.raises(ValueError, match=r"duplicated flatten key (x\.0|a\.b)"):
-        local_plan(state)
+    state = CLASHES[problem] | {"y": {1: 1, "1": 2}}
+    if problem.startswith("x.True") and make is DefaultSavePlanner:
+        state["x"][True] = 5  # torch leaves out an empty dict
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, checkpoint_id=tmp_path / "c", planner=make(), no_dist=True)
+    assert isinstance(caught.value.__cause__, StateDictError)
+    assert caught.value.phase == "plan"
+    assert caught.value.__cause__.problems == (problem, "y.1: state_dict['y'][1] and state_dict['y']['1']")
+    assert not (tmp_path / "c").exists()
