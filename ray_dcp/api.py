@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from ray_dcp.catalog import CheckpointInfo
@@ -30,8 +31,17 @@ from ray_dcp.protocol.call import Call, SoloCall, phase
 from ray_dcp.protocol.failures import CheckpointException, RankFailure
 from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner
 from ray_dcp.protocol.load import load as load_rank
-from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save, staged_by
-from ray_dcp.protocol.save import save as save_rank
+from ray_dcp.protocol.save import (
+    PlannedSave,
+    SaveRequest,
+    default_save_planner,
+    plan_save,
+    stage_save,
+    staged_by,
+    stager_of,
+    when_staged,
+    write_save,
+)
 from ray_dcp.protocol.sessions import FailedLoad, NewestContribution
 
 CheckpointId = str | os.PathLike[str]
@@ -94,16 +104,14 @@ def save(
 
     Raises ``CheckpointException`` on every rank when anything fails on any; then nothing was committed.
     """
-    call, saves = _start_call("save", checkpoint_id, ranks_of(group, process_group, no_dist))
-    with phase(call, "collect"):
-        _require_collectives(use_collectives)
-        check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
-        request = _save_request(state_dict, checkpoint_id, storage_writer, planner, check)
-        saves.settle()
-    metadata = save_rank(request, call)
-    if isinstance(call, SoloCall) and isinstance(request.writer, StoreWriter):
-        _solo_sweep.save_ended(request.checkpoint_id, committed=True)
-    return metadata
+    call, saves = _start_call("save", _place(checkpoint_id, storage_writer), ranks_of(group, process_group, no_dist))
+    with saves.noting_earlier():
+        with phase(call, "collect"):
+            _require_collectives(use_collectives)
+            check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
+            request = _save_request(state_dict, checkpoint_id, storage_writer, planner, check)
+        metadata = _write(plan_save(request, call), request, call)
+    return saves.tell_earlier("save", metadata)
 
 
 def async_save(
@@ -114,6 +122,7 @@ def async_save(
     planner: SavePlanner | None = None,
     process_group: Any = None,
     group: RankGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
@@ -122,26 +131,25 @@ def async_save(
 ) -> AsyncSaveResponse:
     """Save in the background what the state dict holds now; every rank calls this.
 
-    Returns when what this rank will write is copied: then the state dict may change. Saves of a rank are written one
-    at a time, in order; a call waits for the one before. A failure that nobody looked at (through
-    ``upload_completion``) is raised by the next save or load.
+    Returns when what this rank will write is copied: then the state dict may change. The response is also a future of
+    the checkpoint's ``Metadata``; a save that has begun cannot be cancelled. Saves of a rank are written one at a time,
+    in order; a call waits for the one before, and the interpreter waits at exit. A failure that nobody looked at is
+    raised by the next save or load of that rank as ``EarlierSaveError``, when that has done its own work, or is told on
+    stderr when the process ends.
 
-    With an ``async_stager`` the whole state dict is staged by it instead. Other arguments as in ``save``.
+    An ``async_stager``, or a ``storage_writer`` of yours that is one, stages the whole state dict instead. Where its
+    ``stage`` returns a future this call does not wait: the state dict may change when ``staging_completion`` is done.
+    ``async_checkpointer_type`` is taken and has no effect. Other arguments as in ``save``.
     """
-    call, saves = _start_call("save", checkpoint_id, ranks_of(group, process_group, no_dist))
-    with phase(call, "collect"):
-        _require_collectives(use_collectives)
-        check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
-        request = _save_request(state_dict, checkpoint_id, storage_writer, planner, check)
-        saves.settle()
-    if async_stager is not None:
-        planned = plan_save(staged_by(async_stager, request, call), call)
-    else:
-        planned = stage_save(plan_save(request, call), call)
-    response = saves.start(planned, call)
-    if isinstance(call, SoloCall) and isinstance(request.writer, StoreWriter):
-        response.upload_completion.add_done_callback(functools.partial(_sweep_behind, request.checkpoint_id))
-    return response
+    call, saves = _start_call("save", _place(checkpoint_id, storage_writer), ranks_of(group, process_group, no_dist))
+    with saves.noting_earlier():
+        with phase(call, "collect"):
+            _require_collectives(use_collectives)
+            check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
+            request = _save_request(state_dict, checkpoint_id, storage_writer, planner, check)
+        stager = async_stager if async_stager is not None else stager_of(request.writer)
+        response = _save_behind(request, call, saves, stager)
+    return saves.tell_earlier("asynchronous save", response)
 
 
 @second_argument_is("storage_reader")
@@ -173,16 +181,18 @@ def load(
 
     Raises ``CheckpointException`` on every rank, listing all that does not fit.
     """
-    call, saves = _start_call("load", checkpoint_id, ranks_of(group, process_group, no_dist))
-    with phase(call, "collect"):
-        reader = storage_reader if storage_reader is not None else StoreReader(trusted=trusted)
-        location = _location(checkpoint_id, reader, "storage_reader")
-        load_planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location)
-        saves.settle()
-        share_reads = share_reads_from(os.environ)
-        if strict is True and type(planner) is DefaultLoadPlanner and planner.allow_partial_load:
-            strict = False
-    return load_rank(LoadRequest(state_dict, location, reader, load_planner, strict, trusted, share_reads), call)
+    call, saves = _start_call("load", _place(checkpoint_id, storage_reader), ranks_of(group, process_group, no_dist))
+    with saves.noting_earlier():
+        with phase(call, "collect"):
+            reader = storage_reader if storage_reader is not None else StoreReader(trusted=trusted)
+            location = _location(checkpoint_id, reader, "storage_reader")
+            load_planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location)
+            share_reads = share_reads_from(os.environ)
+            if strict is True and type(planner) is DefaultLoadPlanner and planner.allow_partial_load:
+                strict = False
+        request = LoadRequest(state_dict, location, reader, load_planner, strict, trusted, share_reads)
+        report = load_rank(request, call)
+    return saves.tell_earlier("load", report)
 
 
 def newest(
@@ -190,20 +200,19 @@ def newest(
 ) -> CheckpointInfo | None:
     """The newest checkpoint under ``root`` that is committed and whole; every rank calls this and all get the same.
 
-    ``after`` a load that failed on all ranks it is the newest one older than that step, and None where no rank saw
-    damaged bytes.
+    Tells of no save before it: it is a part of a load, which does. ``after`` a load that failed on all ranks it is the
+    newest one older than that step, and None where no rank saw damaged bytes.
     """
-    call, saves = _start_call("newest", root, ranks_of(group, None, no_dist=False))
+    call, _ = _start_call("newest", root, ranks_of(group, None, no_dist=False))
     with phase(call, "choose"):
-        saves.settle()
         chosen: CheckpointInfo | None = call.exchange("choose", NewestContribution(call.checkpoint_id, after))
     return chosen
 
 
-def _sweep_behind(checkpoint_id: str, ended: Future[Metadata]) -> None:
-    """``ended`` is that of a ``BackgroundSaves``: whoever looks at it there has to tell what it says."""
-    if not ended.cancelled() and Future.exception(ended) is None:
-        _solo_sweep.save_ended(checkpoint_id, committed=True)
+def tell_earlier(kind: str, group: RankGroup | None) -> None:
+    """Raises ``EarlierSaveError`` where an asynchronous save before failed and nobody looked; ``kind`` tells it."""
+    ranks = ranks_of(group, None, no_dist=False)
+    (_solo_saves if ranks is None else ranks.background).tell_earlier(kind, None)
 
 
 def ranks_of(group: RankGroup | None, process_group: Any, no_dist: bool) -> RankGroup | None:
@@ -227,15 +236,42 @@ def _save_request(
     return SaveRequest(state_dict, location, writer, default_save_planner(planner), replica_check)
 
 
-def _start_call(kind: str, checkpoint_id: CheckpointId | None, ranks: RankGroup | None) -> tuple[Call, BackgroundSaves]:
-    """This rank's end of a new call, and the saves that come before it.
+def _write(planned: PlannedSave, request: SaveRequest, call: Call) -> Metadata:
+    metadata = write_save(planned, call)
+    if isinstance(call, SoloCall) and isinstance(request.writer, StoreWriter):
+        _solo_sweep.save_ended(request.checkpoint_id, committed=True)
+    return metadata
 
-    From here on all ranks are in it: what is wrong on one is told to all, instead of leaving them to wait.
+
+def _save_behind(
+    request: SaveRequest, call: Call, saves: BackgroundSaves, stager: AsyncStager | None
+) -> AsyncSaveResponse:
+    if stager is None:
+        planned = stage_save(plan_save(request, call), call)
+        return saves.start(lambda: _write(planned, request, call), call)
+    staged = staged_by(stager, request, call)
+    if not isinstance(staged, Future):
+        planned = plan_save(staged, call)
+        return saves.start(lambda: _write(planned, request, call), call)
+    # What is saved is known only when it is staged, which may take as long as a step of the training.
+    staging = staged
+    return saves.start(
+        lambda: _write(plan_save(when_staged(staging, request, call), call), request, call), call, staging=staging
+    )
+
+
+def _start_call(kind: str, checkpoint_id: CheckpointId | None, ranks: RankGroup | None) -> tuple[Call, BackgroundSaves]:
+    """This rank's end of a new call, and the saves that come before it, none of which is under way any more.
+
+    The wait comes before the call, so that no limit of it counts, and nothing touches a writer that is at work. From
+    here on all ranks are in it: what is wrong on one is told to all, instead of leaving them to wait.
     """
     if ranks is None:
+        _solo_saves.settle()
         return SoloCall(kind, _named(checkpoint_id)), _solo_saves
     with preparing(kind, ranks):
         named = _named(checkpoint_id)
+    ranks.background.settle()
     return ranks.start_call(kind, named), ranks.background
 
 
@@ -253,6 +289,13 @@ def preparing(kind: str, group: RankGroup | None, *, alone: bool = False) -> Ite
             call = ranks.start_call(kind)
             call.report(RankFailure.from_exception(error, rank=call.rank, phase="collect"))
         raise
+
+
+def _place(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageReader | None) -> CheckpointId | None:
+    """What an error is to name, also where only the writer or reader knows it."""
+    if checkpoint_id is None and isinstance(storage, StoreWriter | StoreReader):
+        return storage.checkpoint_id or None
+    return checkpoint_id
 
 
 def _named(checkpoint_id: CheckpointId | None) -> str:
@@ -307,4 +350,5 @@ __all__ = [
     "preparing",
     "ranks_of",
     "save",
+    "tell_earlier",
 ]

@@ -18,7 +18,9 @@
     |-- FormatVersionError                       written by a newer ray_dcp
     |-- StateDictError (ValueError)              the state dict and the checkpoint do not fit
     |-- SupersededError                        a newer save of the same checkpoint has begun
-    |-- EarlierSaveError                       an asynchronous save failed and nobody had asked
+    |-- EarlierSaveError                       an asynchronous save failed and nobody had asked; this call succeeded
+    |   `-- UntoldSaveError                      as it is raised: also a CheckpointException
+    |-- ForkedProcessError                     a forked process has neither its parent's saves nor its group
     |-- GroupError
     |   |-- JoinTimeoutError (TimeoutError)      ranks that never joined
     |   |-- RankConflictError                    two ranks joined with one number
@@ -30,7 +32,7 @@
     |   `-- NotEnoughResourcesError              the cluster has no room for min_ranks
     `-- CheckpointException                      what every rank of a failed save or load sees
 
-``CheckpointException`` is defined in ``ray_dcp.protocol.failures``: it is also torch's
+``CheckpointException`` and ``UntoldSaveError`` are defined in ``ray_dcp.protocol.failures``: they are also torch's
 ``CheckpointException``, and this module must not import torch. Facts are attributes; each error
 survives pickling, so it crosses Ray unchanged. ``exit_code`` is what the command line exits with.
 """
@@ -39,6 +41,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, ClassVar
 
 from ray_dcp.wording import first_lines, number_runs
@@ -218,10 +221,35 @@ class SupersededError(RayDcpError):
 
 
 class EarlierSaveError(RayDcpError):
-    """An asynchronous save failed and nobody awaited it; ``__cause__`` is its failure where there is one process."""
+    """An asynchronous save failed and nobody had asked; the ``call`` that tells it has itself succeeded.
 
-    def __init__(self, failure: BaseException) -> None:
-        super().__init__(f"an earlier asynchronous save failed, and nobody had awaited it: {failure}")
+    Example: the disk was full when step 100 was written in the background. The save of step 200 writes its checkpoint,
+    and then raises this: ``result`` is what it would have returned. Raised on the ranks where nobody had looked at the
+    response of the failed save, as an ``UntoldSaveError``. ``result`` is None where the error has come from another
+    process and it cannot: an ``AsyncSaveResponse``.
+    """
+
+    def __init__(self, failure: BaseException | str, call: str = "call", result: Any = None) -> None:
+        told = f"this {call} has succeeded, but an asynchronous save before it failed, and nobody had asked: {failure}"
+        RayDcpError.__init__(self, told)  # not what comes next where a subclass has several bases
+        self.call = call
+        self.result = result
+
+    def portable_facts(self) -> dict[str, Any]:
+        """All attributes that can leave the process."""
+        result = None if isinstance(self.result, Future) else self.result
+        return {**self.__dict__, "result": result}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_error, (type(self), self.args, self.portable_facts())
+
+
+class ForkedProcessError(RayDcpError):
+    """Processes share no threads and no connections: what its parent ``pid`` has begun does not go on in a fork."""
+
+    def __init__(self, message: str, *, pid: int) -> None:
+        super().__init__(f"this process was forked from process {pid}: {message}")
+        self.pid = pid
 
 
 class GroupError(RayDcpError):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from ray_dcp.api import AsyncSaveResponse, absolute, async_save, load, newest, preparing, save
+from ray_dcp.api import AsyncSaveResponse, absolute, async_save, load, newest, preparing, save, tell_earlier
 from ray_dcp.catalog import CheckpointInfo, describe, latest_checkpoint, list_checkpoints
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
 from ray_dcp.config import DEFAULT_REPLICA_NBYTES, replica_check_from
 from ray_dcp.dcp_io.store_writer import StoreWriter
-from ray_dcp.errors import ConfigError, CorruptCheckpointError, RayDcpError
+from ray_dcp.errors import ConfigError, CorruptCheckpointError, EarlierSaveError, RayDcpError
 from ray_dcp.layout import step_folder
 from ray_dcp.protocol.failures import CheckpointException
 from ray_dcp.protocol.sessions import FailedLoad
@@ -48,14 +48,15 @@ class CheckpointManager:
             "replica_check": check.mode,
             "replica_check_nbytes": check.max_nbytes,
         }
-        self._latest_async: Future[Any] | None = None
+        self._latest_async: AsyncSaveResponse | None = None
 
     def save(
         self, step: int, state_dict: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
     ) -> CheckpointInfo:
         """Save a step; returns when it is committed and durable. ``metrics`` are JSON values, kept with it."""
         writer = self._writer(step, metrics)
-        save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
+        with carrying(lambda metadata: describe(writer.checkpoint_id)):
+            save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
         return describe(writer.checkpoint_id)
 
     def async_save(
@@ -63,8 +64,12 @@ class CheckpointManager:
     ) -> AsyncSaveResponse:
         """Save a step in the background; returns when the state dict may change."""
         writer = self._writer(step, metrics)
-        response = async_save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
-        self._latest_async = response.upload_completion
+        with carrying(self._follow):
+            response = async_save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
+        return self._follow(response)
+
+    def _follow(self, response: AsyncSaveResponse) -> AsyncSaveResponse:
+        self._latest_async = response
         return response
 
     def load(self, state_dict: dict[str, Any], step: int | None = None, fallback: bool = False) -> int | None:
@@ -77,6 +82,7 @@ class CheckpointManager:
         if step is None:
             found = newest(self.root, group=self._group)
             if found is None or found.step is None:
+                tell_earlier("load", self._group)
                 return None
             step, place = found.step, found.checkpoint_id
         else:
@@ -86,6 +92,9 @@ class CheckpointManager:
             try:
                 load(state_dict, checkpoint_id=place or self._place_of(step), group=self._group)
                 return step
+            except EarlierSaveError as earlier:
+                earlier.result = step
+                raise
             except RayDcpError as error:
                 older = self._older(FailedLoad(step, is_damage(error))) if fallback else None
                 first = first if first is not None and is_damage(error) else error
@@ -107,12 +116,12 @@ class CheckpointManager:
         return join_url(self.root, step_folder(step))
 
     def wait(self) -> None:
-        """Return when the asynchronous save under way is committed. Raises ``CheckpointException`` if it failed."""
+        """Return when no asynchronous save is under way. Raises ``CheckpointException`` if it failed, unless told."""
         if self._latest_async is not None:
-            self._latest_async.result()
+            self._latest_async.tell()
 
     def close(self) -> None:
-        """Finish what is under way. The group stays open: it belongs to whoever joined it."""
+        """Finish what is under way, as ``wait``. The group stays open: it belongs to whoever joined it."""
         self.wait()
         self._latest_async = None
 
@@ -132,6 +141,16 @@ class CheckpointManager:
     def _writer(self, step: int, metrics: Mapping[str, Any] | None) -> StoreWriter:
         with preparing("save", self._group):
             return StoreWriter(self.checkpoint_id(_step_number(step)), step=step, metrics=metrics)
+
+
+@contextmanager
+def carrying(result_of: Callable[[Any], Any]) -> Iterator[None]:
+    """What the block's call tells of an earlier save carries, in place of that call's result, ``result_of`` that."""
+    try:
+        yield
+    except EarlierSaveError as earlier:
+        earlier.result = result_of(earlier.result)
+        raise
 
 
 def is_damage(error: RayDcpError) -> bool:

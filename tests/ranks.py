@@ -12,6 +12,7 @@ from ray_dcp.api import absolute
 from ray_dcp.config import DEFAULT_REPLICA_CHECK, Limits, ReplicaCheck
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.protocol.background import BackgroundSaves
 from ray_dcp.protocol.call import RemoteCall
 from ray_dcp.protocol.coordinator import Coordinator
 from ray_dcp.protocol.failures import RankFailure
@@ -118,6 +119,18 @@ class ThreadRanks:
             template, location, reader or StoreReader(location, trusted=trusted), load_planner, strict, trusted
         )
         return load(request, self.call(rank, "load", location))
+
+
+class ThreadGroup:
+    """What ``save``, ``async_save`` and ``load`` ask of a ``RankGroup``, for one of ``ThreadRanks``."""
+
+    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
+        self.rank, self.world_size = rank, ranks.world_size
+        self.background = BackgroundSaves()
+        self._ranks = ranks
+
+    def start_call(self, kind: str, checkpoint_id: str = "") -> RemoteCall:
+        return self._ranks.call(self.rank, kind, checkpoint_id)
 
 
 def require_no_errors(outcomes: list[Any]) -> list[Any]:

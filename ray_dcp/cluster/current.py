@@ -8,6 +8,7 @@ import uuid
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from ray_dcp.cluster.process import require_own_connection
 from ray_dcp.errors import GroupError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def process_group_ranks(process_group: Any) -> RankGroup | None:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) < 2:
         return None
+    require_own_connection()  # nor is the store's connection its own
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     import ray
 
@@ -80,6 +82,7 @@ def _train_group() -> RankGroup | None:
 def _join_lazily(name: str, rank: int, world_size: int, incarnation: str) -> RankGroup:
     from ray_dcp.cluster.group import RankGroup
 
+    require_own_connection()  # before the lock: another thread may have had it when this process was forked
     with _lock:
         key = (name, incarnation)
         if key not in _lazily_joined:

@@ -15,7 +15,7 @@ import tenacity
 from ray_dcp.cluster import current
 from ray_dcp.cluster.coordinator_actor import ensure_coordinator
 from ray_dcp.cluster.link import CallLink, CoordinatorLink
-from ray_dcp.cluster.process import process_name
+from ray_dcp.cluster.process import process_name, require_own_connection
 from ray_dcp.cluster.pulse import Pulse
 from ray_dcp.config import Limits
 from ray_dcp.errors import ConfigError, CoordinatorLostError, GroupError
@@ -50,6 +50,7 @@ class RankGroup:
             heartbeat_timeout_s=request.limits.heartbeat_timeout_s,
         )
         self._num_calls = 0
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -87,11 +88,12 @@ class RankGroup:
         group = cls(request, *_join(name, request, timeout_s))
         current.set_joined(group)
         if request.beats:
-            atexit.register(group.close)  # no actor, whose death Ray would tell of
+            atexit.register(group._end)  # no actor, whose death Ray would tell of
         return group
 
     def start_call(self, kind: str, checkpoint_id: str = "") -> RemoteCall:
         """This rank's end of the group's next save, load or barrier."""
+        require_own_connection(self._pid)
         if self._closed:
             raise GroupError("this group is closed", group=self.name)
         with self._lock:
@@ -115,11 +117,21 @@ class RankGroup:
             call.exchange("arrive", None)
 
     def close(self) -> None:
-        """Leave the group, after the asynchronous save under way, if any. Idempotent; the last one ends it."""
+        """Leave the group, after the asynchronous save under way, if any. Idempotent; the last one ends it.
+
+        Raises ``EarlierSaveError``, when it has left, where a save failed and nobody had looked.
+        """
+        self._end()
+        self.background.tell_earlier("close", None)
+
+    def _end(self) -> None:
+        """Leave; what failed stays untold."""
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        if self._pid != os.getpid():
+            return  # a fork of the rank: it is not the one to leave
+        atexit.unregister(self._end)
         current.forget_joined(self)
         try:
             self.background.settle()
@@ -170,6 +182,7 @@ def _member_name(rank: int) -> str:
 
 
 def _require_valid(name: str, rank: int, world_size: int, timeout_s: float) -> None:
+    require_own_connection()
     if not name or not isinstance(name, str):
         raise ConfigError("name", "a group needs a name, the same on all ranks")
     if world_size < 1:

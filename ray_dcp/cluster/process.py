@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import uuid
 
+from ray_dcp.errors import ForkedProcessError
+
+_connected_parent: int | None = None
+"""Which process this one was forked from while that was connected to Ray."""
 _TOKEN = uuid.uuid4().hex[:8]
 
 
@@ -17,3 +22,34 @@ def process_name() -> str:
 def process_name_of(actor: object) -> str:
     """As ``process_name``, asked of an actor: Ray passes it the actor itself."""
     return process_name()
+
+
+def require_own_connection(pid: int | None = None) -> None:
+    """Raises ``ForkedProcessError`` where this process has but a copy of its parent's connection to Ray.
+
+    Whatever it asks Ray is never answered. ``pid`` is the process in which something was made that needs Ray.
+    """
+    parent = pid if pid not in (None, os.getpid()) else _connected_parent
+    if parent is not None:
+        raise ForkedProcessError(
+            "Ray, through which ranks coordinate, does not answer a fork. Start processes with multiprocessing's "
+            '"spawn" method, or pass no_dist=True for a save or load of this process alone',
+            pid=parent,
+        )
+
+
+def _remember_connection() -> None:
+    global _connected_parent
+    ray = sys.modules.get("ray")
+    # In the parent: a fork that connects by itself, since its parent did not, is a process like any other.
+    if _connected_parent is None and ray is not None and ray.is_initialized():
+        _connected_parent = os.getpid()
+
+
+def _forget_own_connection() -> None:
+    global _connected_parent
+    if _connected_parent == os.getpid():
+        _connected_parent = None
+
+
+os.register_at_fork(before=_remember_connection, after_in_parent=_forget_own_connection)

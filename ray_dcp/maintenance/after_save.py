@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from ray_dcp.errors import RayDcpError
 from ray_dcp.layout import parse_step_folder
+from ray_dcp.lifetime import before_exit, process_ends
 from ray_dcp.maintenance.replaced import plan_replaced
 from ray_dcp.maintenance.sweep import Sweeper, SweepPlan, delete_leftovers
 from ray_dcp.storage.urls import shown_url, split_url
 from ray_dcp.wording import first_lines
 
 logger = logging.getLogger(__name__)
+
+_MAX_EXIT_S = 10.0
+"""How long a process that ends waits for a sweep: most take milliseconds, but a bucket may be slow."""
 
 
 class SweepAfterSave:
@@ -34,10 +39,14 @@ class SweepAfterSave:
         self._due: dict[str, set[str]] = {}
         """By root, the folders of checkpoints that were committed since they were last looked at."""
         self._sweeping: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._is_waited_for = False
 
     def save_ended(self, checkpoint_id: str, *, committed: bool) -> None:
         """A save is over; sweep its root when it has committed, and look at its folder again in any case."""
         root, folder = split_url(checkpoint_id)
+        if self._pid != os.getpid():  # a fork: another thread of the parent may have had the lock
+            self.__init__(self._attempts)  # type: ignore[misc]
         with self._lock:
             if parse_step_folder(folder) is not None:
                 self._touched.setdefault(root, set()).add(folder)
@@ -47,13 +56,15 @@ class SweepAfterSave:
             if self._sweeping is None or not self._sweeping.is_alive():
                 self._sweeping = threading.Thread(target=self._sweep_due, name="ray_dcp-sweep", daemon=True)
                 self._sweeping.start()
+                if not self._is_waited_for:
+                    self._is_waited_for = True
+                    before_exit(lambda: self.wait(_MAX_EXIT_S), turn=1)
 
-    def wait(self) -> None:
-        """Return when no sweep is under way."""
-        with self._lock:
-            sweeping = self._sweeping
-        if sweeping is not None:
-            sweeping.join()
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when no sweep is under way, or after ``timeout_s``."""
+        sweeping = self._sweeping
+        if sweeping is not None and self._pid == os.getpid():
+            sweeping.join(timeout_s)
 
     def _sweep_due(self) -> None:
         """Until no committed save is left that nobody has looked behind."""
@@ -92,6 +103,8 @@ def _carry_out(root: str, make_plan: Callable[[], SweepPlan]) -> None:
         logger.warning("cannot look for leftovers of earlier saves under %s: %s", shown_url(root), error)
         return
     except Exception as error:
+        if process_ends():
+            return  # pools take no more work; what is not swept now is so behind another save
         logger.warning("looking for leftovers under %s failed: %r", shown_url(root), error, exc_info=True)
         return
     if report.deleted:

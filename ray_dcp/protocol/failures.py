@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import functools
 import pickle
 import traceback
@@ -14,7 +15,7 @@ import cloudpickle
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
-from ray_dcp.errors import RayDcpError, without_keys
+from ray_dcp.errors import EarlierSaveError, RayDcpError, without_keys
 from ray_dcp.wording import first_lines
 
 COORDINATOR = -1
@@ -72,7 +73,9 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
     with ``phase`` "write" and ``failed_ranks`` (1,); nothing was committed, the next save may begin.
     """
 
-    def __new__(cls, kind: str, checkpoint_id: str, rank_failures: Sequence[RankFailure]) -> CheckpointException:
+    def __new__(
+        cls, kind: str, checkpoint_id: str, rank_failures: Sequence[RankFailure], *more: Any
+    ) -> CheckpointException:
         also: Any = _also(cast(Any, cls), rank_failures[0].catchable_as)
         return super(CheckpointException, also).__new__(also)
 
@@ -88,7 +91,15 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
         self.checkpoint_id = checkpoint_id
         self.phase = first.phase
         self.rank_failures = tuple(rank_failures)
+        self.earlier: CheckpointException | None = None
+        """How an asynchronous save before this call had failed, where nobody had asked."""
         self.__cause__ = first.cause
+
+    def after(self, earlier: CheckpointException) -> CheckpointException:
+        """A copy, since ranks may share this one, that tells of an ``earlier`` failure, too."""
+        both = copy.copy(self)
+        both.earlier = earlier
+        return both.with_traceback(self.__traceback__)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CheckpointException, (self.kind, self.checkpoint_id, self.rank_failures), dict(self.__dict__)
@@ -109,7 +120,24 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
         # Of ours none: they say it all, and a traceback would bury it.
         traced = [f for f in self.rank_failures if f.traceback and not isinstance(f.cause, RayDcpError)]
         traces = "".join(f"\n--- {f.who}, {f.phase} ---\n{f.traceback.rstrip()}" for f in traced[:_MAX_TRACEBACKS])
-        return f"{self.args[0]}{listed}{traces}"
+        before = self.earlier.args[0] if self.earlier is not None else ""
+        earlier = f"\nAn asynchronous save before it had failed, too, and nobody had asked: {before}" if before else ""
+        return f"{self.args[0]}{listed}{earlier}{traces}"
+
+
+class UntoldSaveError(EarlierSaveError, CheckpointException):
+    """An ``EarlierSaveError`` as it is raised: a ``CheckpointException`` with the facts of the save that failed."""
+
+    def __init__(
+        self, kind: str, checkpoint_id: str, rank_failures: Sequence[RankFailure], call: str, result: Any
+    ) -> None:
+        CheckpointException.__init__(self, kind, checkpoint_id, rank_failures)
+        EarlierSaveError.__init__(self, self.args[0], call, result)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        facts = self.portable_facts()
+        told = (self.kind, self.checkpoint_id, self.rank_failures, self.call, facts["result"])
+        return UntoldSaveError, told, facts
 
 
 _CATCHABLE = frozenset(

@@ -151,17 +151,36 @@ def stage_save(planned: PlannedSave, call: Call) -> PlannedSave:
     return dataclasses.replace(planned, planner=_StagedPlanner(planned.planner, planned.plan, staged))
 
 
-def staged_by(stager: AsyncStager, request: SaveRequest, call: Call) -> SaveRequest:
-    """``request`` with its whole state dict staged by the user's stager."""
+def stager_of(writer: StorageWriter) -> AsyncStager | None:
+    """``writer``, where it stages in a way of its own, as under torch.
+
+    Torch's own way copies all of the state into host memory, on every rank; ours what this rank will write.
+    """
+    if isinstance(writer, StoreWriter) or not isinstance(writer, AsyncStager):
+        return None
+    hooks = (getattr(writer, name, None) for name in ("stage", "synchronize_staging"))
+    own = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.checkpoint.")]
+    return writer if own else None
+
+
+def staged_by(stager: AsyncStager, request: SaveRequest, call: Call) -> SaveRequest | Future[dict[str, Any]]:
+    """``request`` with its whole state dict staged by the user's stager; what the stager gave where it still stages."""
     with phase(call, "collect"):
         state = collect_state(request.state_dict, call.rank)
     with phase(call, "stage"):
         staged = stager.stage(state)
         if isinstance(staged, Future):
-            staged = staged.result()
-        elif stager.should_synchronize_after_execute:
+            return staged
+        # Torch asks for it when the save has begun in its thread, which may then find nothing staged yet.
+        if stager.should_synchronize_after_execute:
             stager.synchronize_staging()
     return dataclasses.replace(request, state_dict=staged)
+
+
+def when_staged(staging: Future[dict[str, Any]], request: SaveRequest, call: Call) -> SaveRequest:
+    """``request`` with what a user's stager has staged, once it has."""
+    with phase(call, "stage"):
+        return dataclasses.replace(request, state_dict=staging.result())
 
 
 def write_save(planned: PlannedSave, call: Call) -> Metadata:

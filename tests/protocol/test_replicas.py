@@ -261,7 +261,7 @@ def test_what_differed_is_kept_shown_and_told_again_at_load(tmp_path, caplog, ca
 
 def test_a_staged_save_tells_of_the_values_at_the_call(tmp_path, caplog):
     from ray_dcp.protocol.background import BackgroundSaves
-    from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save
+    from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
 
     ranks = ThreadRanks(2)
     place = str(tmp_path / "c")
@@ -272,7 +272,7 @@ def test_a_staged_save_tells_of_the_values_at_the_call(tmp_path, caplog):
         planned = plan_save(SaveRequest(state, place, StoreWriter(place), default_save_planner(None)), call)
         staged = stage_save(planned, call)
         state["w"].fill_(100.0 * rank)
-        return BackgroundSaves().start(staged, call).upload_completion.result(30)
+        return BackgroundSaves().start(lambda: write_save(staged, call), call).result(30)
 
     require_no_errors(ranks.run(save))
     assert "w (ranks 0 | 1, largest difference 1)" in " ".join(warned(caplog))

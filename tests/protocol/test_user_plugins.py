@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError, UnsafeDataError
 from ray_dcp.planning.state_dict import for_global_step
-from ray_dcp.protocol.save import SaveRequest, default_save_planner, save, staged_by
+from ray_dcp.protocol.save import SaveRequest, default_save_planner, save, staged_by, when_staged
 from ray_dcp.protocol.wire import carry
 from tests.protocol import plugins
 from tests.ranks import ThreadRanks, require_no_errors
@@ -477,6 +478,8 @@ class TestStagers:
             call = ranks.call(rank, "save", str(tmp_path))
             request = SaveRequest(values, str(tmp_path), dcp.StoreWriter(tmp_path), default_save_planner(None))
             staged = staged_by(STAGERS[stager](), request, call)
+            if isinstance(staged, Future):
+                staged = when_staged(staged, request, call)
             chunks[rank].fill_(NAN)
             return save(staged, call)
 

@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 import ray_dcp as dcp
 from ray_dcp.catalog import list_checkpoints
 from ray_dcp.dcp_io.store_writer import StoreWriter
-from ray_dcp.protocol.background import BackgroundSaves, UploadFuture
+from ray_dcp.protocol.background import AsyncSaveResponse, BackgroundSaves
+from ray_dcp.protocol.failures import RankFailure
 from ray_dcp.train import CheckpointCallback, hand_over
 
 
-def group_with(upload: UploadFuture | None) -> Any:
+def group_with(upload: AsyncSaveResponse | None) -> Any:
     background = BackgroundSaves()
-    background._latest = upload
+    background._started = [] if upload is None else [upload]
     return SimpleNamespace(background=background)
 
 
@@ -33,19 +34,20 @@ def later(call: Callable[[], Any]) -> None:
 
 
 def test_a_save_under_way_is_waited_for_and_how_it_ended_stays_untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, failed = UploadFuture(), UploadFuture()
+    saved, failed = AsyncSaveResponse(), AsyncSaveResponse()
+    error = dcp.CheckpointException("save", "/c", [RankFailure(0, "write", "OSError", "broken on purpose", "")])
     groups = [group_with(None), group_with(saved), group_with(failed)]
     monkeypatch.setattr(hand_over, "joined_groups", lambda: groups)
     later(lambda: saved.set_result(Metadata({})))
-    later(lambda: failed.set_exception(RuntimeError("broken on purpose")))
+    later(lambda: failed.set_exception(error))
     assert hand_over.finish_saves(timeout_s=30) == 0
     assert saved.done()
     # Nobody has looked: the next save or load is to raise it.
-    assert isinstance(failed.unobserved_failure(), RuntimeError)
+    assert failed.untold_failure() is error
 
 
 def test_what_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = [group_with(UploadFuture()), group_with(UploadFuture())]
+    groups = [group_with(AsyncSaveResponse()), group_with(AsyncSaveResponse())]
     monkeypatch.setattr(hand_over, "joined_groups", lambda: groups)
     started = time.monotonic()
     assert hand_over.finish_saves(timeout_s=0.2) == 2
