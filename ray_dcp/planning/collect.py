@@ -60,11 +60,11 @@ def _plain(value: Any, rank: int) -> Any:
 
 def _plain_mapping(value: Mapping[Any, Any], rank: int) -> Mapping[Any, Any]:
     changed = {}
-    for key, entry in value.items():
-        if type(entry) not in LEAVES:
-            plain = _plain(entry, rank)
-            if plain is not entry:
-                changed[key] = plain
+    # In one order on all ranks: what is asked may wait for the others.
+    for key in in_key_order([key for key, entry in value.items() if type(entry) not in LEAVES]):
+        plain = _plain(value[key], rank)
+        if plain is not value[key]:
+            changed[key] = plain
     if not changed:
         return value
     return OrderedDict(value) | changed if type(value) is OrderedDict else {**value, **changed}
@@ -144,7 +144,10 @@ class CollectedTemplate:
         for original, copy in self._copies:
             for key, value in list(_entries(copy)):
                 if (id(copy), key) not in held and id(value) not in copies:
-                    _put(original, key, value)
+                    if copy is self.values:
+                        original[key] = value  # always, as torch: a dict of the user's may act on it
+                    else:
+                        _put(original, key, value)
         for slot in self._slots:
             slot.stateful.load_state_dict(slot.container[slot.key])
 

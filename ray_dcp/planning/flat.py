@@ -35,12 +35,12 @@ def flat_state(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str,
     return flat, paths
 
 
-def in_key_order(state_dict: Mapping[Any, Any]) -> list[Any]:
-    """The keys of ``state_dict`` in the order in which every rank asks them, whatever order its own dict has.
+def in_key_order(keys: Iterable[Any]) -> list[Any]:
+    """The keys of a dict in the order in which every rank asks them, whatever order its own dict has.
 
     ``state_dict()`` and ``load_state_dict()`` may wait for the other ranks, for ever if those are in another one.
     """
-    return sorted(state_dict, key=str)
+    return sorted(keys, key=str)
 
 
 def is_empty_dict(value: Any) -> bool:

@@ -51,3 +51,40 @@ def test_a_load_asks_and_fills_them_in_one_order(saved):
         assert {name: value.tensor.tolist() for name, value in template.items()} == {
             name: [float(n)] * 2 for n, name in enumerate(NAMES)
         }
+
+
+def nested(states: dict) -> dict:
+    return {"plain": 1, "deeper": {"plain": 2} | states}
+
+
+def test_a_save_asks_them_in_one_order(tmp_path):
+    ranks = ThreadRanks(2)
+    for place, wrap in (("on top", dict), ("deeper", nested)):
+        saved = [wrap(of_rank) for of_rank in states(float)]
+        require_no_errors(ranks.save(lambda rank, saved=saved: saved[rank], tmp_path / place))
+        templates = [wrap(of_rank) for of_rank in states(lambda n: float("nan"))]
+        require_no_errors(ranks.load(templates, tmp_path / place))
+        for template in templates:
+            loaded = template.get("deeper", template)
+            assert [loaded[name].tensor.tolist() for name in NAMES] == [[float(n)] * 2 for n in range(4)]
+
+
+class Noting(dict):
+    """A dict that notes what is put into it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.put = []
+
+    def __setitem__(self, key, value):
+        self.put.append(key)
+        super().__setitem__(key, value)
+
+
+def test_a_dict_of_the_users_own_class_is_told_of_every_value_but_those_that_load_themselves(tmp_path):
+    plain = {"a": {"t": torch.ones(2), "n": [1, 2]}, "t": torch.ones(2), "n": 5}
+    require_no_errors(ThreadRanks(1).save(lambda rank: plain | {"s": {"t": torch.ones(2)}}, tmp_path / "c"))
+    barriers = {method: threading.Barrier(1) for method in ("state_dict", "load_state_dict")}
+    template = Noting(plain | {"s": Together(0.0, barriers)})
+    require_no_errors(ThreadRanks(1).load([template], tmp_path / "c"))
+    assert sorted(template.put) == ["a", "n", "t"]
