@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from ray_dcp.planning.per_rank import PerRank
     from ray_dcp.pool import RankPool
     from ray_dcp.protocol.failures import CheckpointException, RankFailure
+    from ray_dcp.state.rng_state import RNGState
     from ray_dcp.state.train_state import TrainState
     from ray_dcp.state_dict_loader import load_state_dict as load_state_dict
     from ray_dcp.state_dict_saver import save_state_dict as save_state_dict
@@ -94,6 +95,7 @@ _HOME = {
     "CheckpointException": "ray_dcp.protocol.failures",
     "RankFailure": "ray_dcp.protocol.failures",
     "TrainState": "ray_dcp.state.train_state",
+    "RNGState": "ray_dcp.state.rng_state",
     "S3Options": "ray_dcp.storage.s3_options",
     "StoreReader": "ray_dcp.dcp_io.store_reader",
     "StoreWriter": "ray_dcp.dcp_io.store_writer",
@@ -116,6 +118,7 @@ __all__ = [
     "CheckpointException",
     "RankFailure",
     "TrainState",
+    "RNGState",
     "S3Options",
     "StoreReader",
     "StoreWriter",
