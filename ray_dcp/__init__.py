@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ray_dcp.cluster.current import current_group
     from ray_dcp.cluster.group import RankGroup
     from ray_dcp.config import Limits
+    from ray_dcp.data_position import DataPosition, LoaderPosition
     from ray_dcp.dcp_io.store_reader import StoreReader
     from ray_dcp.dcp_io.store_writer import StoreWriter
     from ray_dcp.manager import CheckpointManager
@@ -96,6 +97,8 @@ _HOME = {
     "RankFailure": "ray_dcp.protocol.failures",
     "TrainState": "ray_dcp.state.train_state",
     "RNGState": "ray_dcp.state.rng_state",
+    "DataPosition": "ray_dcp.data_position",
+    "LoaderPosition": "ray_dcp.data_position",
     "S3Options": "ray_dcp.storage.s3_options",
     "StoreReader": "ray_dcp.dcp_io.store_reader",
     "StoreWriter": "ray_dcp.dcp_io.store_writer",
@@ -119,6 +122,8 @@ __all__ = [
     "RankFailure",
     "TrainState",
     "RNGState",
+    "DataPosition",
+    "LoaderPosition",
     "S3Options",
     "StoreReader",
     "StoreWriter",

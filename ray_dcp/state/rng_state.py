@@ -23,7 +23,7 @@ class RNGState:
 
     A ``Stateful``; ``generators`` are ``torch.Generator``s of your own, by name, saved with the rest. A load on as many
     ranks as saved gives each rank its own state back, all parts of it as they were together. On another number every
-    rank is seeded anew: by a digest of the states of all saving ranks, its rank and the number of ranks. Ranks then have
+    rank is seeded anew: by a digest of the states of all saving ranks, its rank and the number of ranks. Ranks have
     states that differ, two loads of one checkpoint have the same, and no rank has parts of several saved ones. The
     same goes for a CUDA device or generator that the saving rank did not have. States of devices that are not there now
     are left out.
