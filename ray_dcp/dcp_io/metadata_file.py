@@ -1,77 +1,69 @@
-"""Reading ``.metadata`` and stored Python objects without running what they say.
-
-Torch reads ``.metadata`` with a plain ``pickle.load``, which runs any code that the file names. Here only DCP's own
-metadata classes, ``torch.Size``, dtypes and plain containers are let in.
-"""
+"""Reading ``.metadata`` and stored Python objects without running what they say: what ``metadata_rules`` lets in."""
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import functools
 import importlib
 import io
 import pickle
 import struct
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import PurePath
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
+from ray_dcp.dcp_io import value_unpickler
 from ray_dcp.errors import CorruptCheckpointError, UnsafeDataError
+from ray_dcp.metadata_rules import (
+    METADATA_CLASSES,
+    EnumMember,
+    NotAllowedError,
+    StandIns,
+    as_named_now,
+    forget_extensions,
+)
+from ray_dcp.planning.portable_pickle import member_by_value
 from ray_dcp.planning.python_record import NotAScalarError, read_scalar
-
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    # Where torch before 2.3 had them.
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.hf_storage": {"_HFStorageInfo"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "builtins": {"set", "frozenset", "complex"},
-    # StorageMeta.checkpoint_id is a Path where the caller passed one.
-    "pathlib": {"PosixPath", "PurePosixPath", "Path", "WindowsPath", "PureWindowsPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "Path", "WindowsPath", "PureWindowsPath"},
-}
-
+from ray_dcp.zip_record import LOCAL_SIGNATURE
 
 _LAYOUTS = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}
 
-_allow_list_lock = threading.Lock()
 
-
-def _find_class(module: str, name: str) -> Any:
-    if name in _METADATA_CLASSES.get(module, ()):
-        if name in ("WindowsPath", "PureWindowsPath"):
-            return str  # a Windows path cannot be made elsewhere; only its text matters
+def _find_class(module: str, name: str, given: StandIns) -> Any:
+    module, name = as_named_now(module, name)
+    if (module, name) == ("builtins", "getattr"):
+        return given.give(EnumMember(_members_of))
+    if name in METADATA_CLASSES.get(module, ()):
         if name == "_get_layout":
             return _LAYOUTS.__getitem__  # a function has attributes that a pickle could set
+        if name == "WindowsPath":
+            name = "PureWindowsPath"  # the other cannot be made elsewhere, and nobody opens it
         return getattr(importlib.import_module(module), name)
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
-    raise _NotAllowedError(f"{module}.{name}")
+    raise NotAllowedError(f"{module}.{name}")
+
+
+def _members_of(owner: Any) -> Mapping[str, Any] | None:
+    return owner.__members__ if isinstance(owner, enum.EnumMeta) and owner in _changeable() else None
 
 
 class _FastUnpickler(pickle.Unpickler):
     """For content whose digest has been checked: a damaged number can make it reserve all memory there is."""
 
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.given = StandIns()
+
     def find_class(self, module: str, name: str) -> Any:
-        return _find_class(module, name)
+        return _find_class(module, name, self.given)
 
 
 class _CarefulUnpickler(pickle._Unpickler):
@@ -80,12 +72,23 @@ class _CarefulUnpickler(pickle._Unpickler):
     dispatch = {**pickle._Unpickler.dispatch}  # noqa: RUF012 - pickle's own table
     del dispatch[pickle.BYTEARRAY8[0]]  # reserves what it is told before it reads
 
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.given = StandIns()
+
     def find_class(self, module: str, name: str) -> Any:
-        return _find_class(module, name)
+        return _find_class(module, name, self.given)
 
 
-class _NotAllowedError(Exception):
-    pass
+def _load_restricted(unpickler: type[_FastUnpickler] | type[_CarefulUnpickler], content: bytes) -> Any:
+    forget_extensions()
+    with _classes_kept():
+        reader = unpickler(io.BytesIO(content))
+        loaded = reader.load()
+        given = reader.given
+        del reader
+        given.require_gone("builtins.getattr")
+        return loaded
 
 
 @contextmanager
@@ -100,14 +103,14 @@ def _classes_kept() -> Iterator[None]:
     finally:
         changed = [one for one, held in before if _restored(one, held)]
         if changed:
-            raise _NotAllowedError(f"attributes of {changed[0]!r}")
+            raise NotAllowedError(f"attributes of {changed[0]!r}")
 
 
 @functools.cache
 def _changeable() -> list[Any]:
     """The classes in the list, and those of their instances that are there for the whole process."""
     found: list[Any] = []
-    for module, names in _METADATA_CLASSES.items():
+    for module, names in METADATA_CLASSES.items():
         with suppress(ImportError):
             loaded = importlib.import_module(module)
             found += [one for name in names if isinstance(one := getattr(loaded, name, None), type)]
@@ -130,9 +133,26 @@ def _restored(one: Any, held: dict[str, Any]) -> bool:
     return bool(changed)
 
 
+_PROTOCOL = 4
+"""Pickle's own of Python 3.8 to 3.13: what is written does not depend on the Python that writes."""
+
+
 def encode_metadata(metadata: Metadata) -> bytes:
-    """``metadata`` as torch stores it."""
-    return pickle.dumps(metadata)
+    """``metadata`` pickled so that every Python and torch reads it, and in the same bytes whatever Python this is."""
+    content = io.BytesIO()
+    pickler = pickle.Pickler(content, _PROTOCOL)
+    pickler.dispatch_table = {**copyreg.dispatch_table, _MEM_FORMAT_ENCODING: member_by_value}
+    pickler.dump(_without_path(metadata))
+    return content.getvalue()
+
+
+def _without_path(metadata: Metadata) -> Metadata:
+    """Paths are pickled otherwise by each Python; a text says as much."""
+    stored = metadata.storage_meta
+    if not isinstance(getattr(stored, "checkpoint_id", None), PurePath):
+        return metadata
+    assert stored is not None
+    return replace(metadata, storage_meta=replace(stored, checkpoint_id=str(stored.checkpoint_id)))
 
 
 def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_checked: bool = False) -> Metadata:
@@ -142,12 +162,12 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
     no metadata at all. Nothing it names is run, save with ``trusted``: a user's planner may keep anything in it.
     ``digest_checked`` where a manifest vouches for the content: it is then read several times as fast.
     """
-    careful = _FastUnpickler if digest_checked else _CarefulUnpickler
-    unpickler: Any = pickle.Unpickler if trusted else careful
     try:
-        with nullcontext() if trusted else _classes_kept():
-            metadata = unpickler(io.BytesIO(content)).load()
-    except _NotAllowedError as error:
+        if trusted:
+            metadata = _load_trusted(content)
+        else:
+            metadata = _load_restricted(_FastUnpickler if digest_checked else _CarefulUnpickler, content)
+    except NotAllowedError as error:
         raise UnsafeDataError(
             f"asks to load {error}, which is no part of a checkpoint's metadata; it was not loaded. "
             "Pass trusted=True if you trust whoever wrote this checkpoint",
@@ -161,6 +181,15 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
         _require_well_formed(metadata, file)
         _require_places(metadata, file)
     return metadata
+
+
+class _TrustedUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(*as_named_now(module, name))
+
+
+def _load_trusted(content: bytes) -> Any:
+    return _TrustedUnpickler(io.BytesIO(content)).load()
 
 
 def _require_well_formed(metadata: Metadata, file: str) -> None:
@@ -225,19 +254,37 @@ _UNREADABLE = (
 def decode_python(content: IO[bytes], *, file: str, fqn: str, trusted: bool, map_location: str = "cpu") -> Any:
     """The Python object that ``torch.save`` put into ``content``, its tensors on ``map_location``.
 
-    With ``trusted`` anything is loaded, running what it says. Without it only tensors, plain containers, numpy
-    arrays and what the user allowed by ``torch.serialization.add_safe_globals``; else ``UnsafeDataError``.
+    With ``trusted`` anything is loaded, running what it says. Without it only tensors, plain values and containers of
+    Python and numpy, and what the user allowed by ``torch.serialization.add_safe_globals``; else ``UnsafeDataError``.
     """
     try:
         return read_scalar(content)
     except NotAScalarError:
         pass
+    start = content.tell()
     try:
-        with _numpy_allowed():
-            return torch.load(content, map_location=map_location, weights_only=not trusted)
+        return torch.load(content, map_location=map_location, weights_only=not trusted)
     except pickle.UnpicklingError as error:
         if trusted:
             raise CorruptCheckpointError(f"cannot be unpickled: {error}", file=file, fqn=fqn) from error
+        refused = error
+    except _UNREADABLE as error:
+        if trusted and not isinstance(error, RuntimeError | EOFError | ValueError | KeyError):
+            raise  # a class of the user's may raise anything
+        raise CorruptCheckpointError(f"cannot be read: {_first_line(error)}", file=file, fqn=fqn) from error
+    content.seek(start)
+    return _plain_value(content, refused, file, fqn, map_location)
+
+
+def _plain_value(content: IO[bytes], refused: Exception, file: str, fqn: str, map_location: str) -> Any:
+    """What torch's own restricted unpickler does not know, and is a plain value of Python or numpy all the same."""
+    try:
+        if content.read(len(LOCAL_SIGNATURE)) != LOCAL_SIGNATURE:
+            raise refused  # a pickle of old, without a zip file around it
+        content.seek(-len(LOCAL_SIGNATURE), io.SEEK_CUR)
+        with torch.serialization._open_zipfile_reader(content) as entries:
+            return torch.serialization._load(entries, map_location, value_unpickler, encoding="utf-8")
+    except pickle.UnpicklingError as error:
         raise UnsafeDataError(
             "holds a Python object outside the allow-list, and loading it could run code: "
             f"{_first_line(error)}. Allow its class with torch.serialization.add_safe_globals, "
@@ -246,8 +293,6 @@ def decode_python(content: IO[bytes], *, file: str, fqn: str, trusted: bool, map
             fqn=fqn,
         ) from error
     except _UNREADABLE as error:
-        if trusted and not isinstance(error, RuntimeError | EOFError | ValueError | KeyError):
-            raise  # a class of the user's may raise anything
         raise CorruptCheckpointError(f"cannot be read: {_first_line(error)}", file=file, fqn=fqn) from error
 
 
@@ -255,19 +300,3 @@ def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "GLOBAL" in line or "global" in line]
     return (named or lines or [type(error).__name__])[0]
-
-
-@contextmanager
-def _numpy_allowed() -> Iterator[None]:
-    """Torch's allow-list belongs to the process: one at a time, and what the user has put there stays."""
-    with _allow_list_lock:
-        allowed = torch.serialization.get_safe_globals()
-        with torch.serialization.safe_globals([one for one in _numpy_globals() if one not in allowed]):
-            yield
-
-
-def _numpy_globals() -> list[Any]:
-    """What numpy arrays and scalars of plain dtypes pickle as: random states hold them."""
-    dtypes = [type(np.dtype(kind)) for kind in "?bhilqBHILQefdgFDG"]
-    multiarray = importlib.import_module("numpy._core.multiarray")
-    return [multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype, *dtypes]

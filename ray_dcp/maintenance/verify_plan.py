@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_dcp import metadata_rules
 from ray_dcp.catalog import require_checkpoint, resolve_checkpoint_id
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, ObjectNotFoundError, StoreError, UnsafeDataError
 from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA, PAYLOAD_ALIGNMENT, SHARD_SUFFIX, parse_shard_file
@@ -126,9 +127,21 @@ def _read_small_files(store: Store) -> _Found:
             belongs = True
         if belongs:
             found.manifest_content, found.manifest = content, manifest
+            found.faults += [] if found.faults else _refused(found.metadata)
             return found
     found.notes.append(f"{MANIFEST} belongs to another save, so {METADATA} and the records' own checksums count")
     return found
+
+
+def _refused(metadata: bytes) -> list[Fault]:
+    """Whole is not all: a load reads ``.metadata`` too, and refuses what names anything but metadata."""
+    try:
+        metadata_rules.require_allowed(metadata)
+    except metadata_rules.NotAllowedError as error:
+        return [Fault(METADATA, 0, len(metadata), f"asks to load {error}, which is no part of a checkpoint's metadata")]
+    except Exception as error:  # noqa: BLE001 - a pickle that makes no sense raises anything
+        return [Fault(METADATA, 0, len(metadata), f"is no readable metadata: {error}")]
+    return []
 
 
 def _why(error: Exception, file: str) -> str:

@@ -12,41 +12,54 @@ from typing import IO, Any
 
 import torch
 import torch.utils.serialization
+from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
 from torch.serialization import DEFAULT_PROTOCOL
 
 from ray_dcp.checksums import crc32
 from ray_dcp.layout import PAYLOAD_ALIGNMENT
+from ray_dcp.planning import plain_values
 from ray_dcp.planning.compact import compacted
+from ray_dcp.planning.portable_pickle import RenamingPickler, portable_reduce, renaming_dumps
 from ray_dcp.planning.survey import Survey
 from ray_dcp.zip_record import frame_pickle
 
 SCALARS = frozenset((bool, int, float, str, bytes, type(None)))
 
 
-def python_record(value: Any) -> bytes:
+def python_record(value: Any, foreign: set[str] | None = None) -> bytes:
     """A record that ``torch.load`` turns into ``value``; of tensors in it only their own bytes.
 
+    ``foreign`` gets the names of the classes and functions in it that a load will not make unless the user allows them.
     Raises ``HiddenPartError`` for what would be lost in it, and whatever pickling it raises.
     """
     if type(value) in SCALARS:
         return frame_pickle(pickle.dumps(value, DEFAULT_PROTOCOL))
     survey = Survey(value)
-    if survey.pickled is not None:
-        return frame_pickle(survey.pickled)
-    return _with_tensors(value, compacted(survey.tensors))
+    if foreign is not None and not survey.named <= plain_values.NAMES:
+        foreign |= {name for name in survey.named - plain_values.NAMES if not _is_allowed(name)}
+    if survey.pickled is None:
+        return _with_tensors(
+            value, compacted(survey.tensors), pickle.Pickler if survey.is_portable else RenamingPickler
+        )
+    return frame_pickle(survey.pickled if survey.is_portable else renaming_dumps(value, DEFAULT_PROTOCOL))
 
 
-def _with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> bytes:
+def _is_allowed(name: str) -> bool:
+    """Whether torch lets it in, or the user has allowed it."""
+    return name in _get_allowed_globals() or name in _get_user_allowed_globals()
+
+
+def _with_tensors(value: Any, replaced: Mapping[int, torch.Tensor], pickler: Any) -> bytes:
     """What ``torch.save`` writes, with other tensors in place of some, named by ``id``."""
 
-    class Replacing(pickle.Pickler):
+    class Replacing(pickler):
         def reducer_override(self, obj: Any) -> Any:
             replacement = replaced.get(id(obj))
-            return NotImplemented if replacement is None else replacement.__reduce_ex__(DEFAULT_PROTOCOL)
+            return portable_reduce(obj) if replacement is None else replacement.__reduce_ex__(DEFAULT_PROTOCOL)
 
     buffer = io.BytesIO()
     settings = {"save.compute_crc32": True, "save.storage_alignment": PAYLOAD_ALIGNMENT}
-    pickling: Any = SimpleNamespace(__name__="pickle", Pickler=Replacing if replaced else pickle.Pickler)
+    pickling: Any = SimpleNamespace(__name__="pickle", Pickler=Replacing)
     with torch.utils.serialization.config.patch(settings):  # type: ignore[attr-defined]  # put there on import
         torch.save(value, buffer, pickle_module=pickling)
     return buffer.getvalue()

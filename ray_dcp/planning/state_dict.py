@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.flat import LEAVES, flat_state, is_empty_dict, unstorable_names
+from ray_dcp.planning.foreign_classes import warn_of_foreign
 from ray_dcp.planning.global_plan import GlobalTable, plan_tables
 from ray_dcp.planning.layouts import WriteLayouts, is_freed, local_part
 from ray_dcp.planning.per_rank import OneRanksValue, PerRank, is_per_rank_name, per_rank_fqn
@@ -40,6 +41,7 @@ class StatePlanner(DefaultSavePlanner):
     def __init__(self, *, stands_for: DefaultSavePlanner | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._pickled: dict[str, bytes] = {}
+        self._foreign: dict[str, set[str]] = {}
         self.stands_for = stands_for
         """torch's default planner that the user passed: it has afterwards what torch leaves on it."""
 
@@ -59,7 +61,7 @@ class StatePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        self._pickled = {}
+        self._pickled, self._foreign = {}, {}
         self.mappings = {}
         if self.flatten_state_dict:
             state_dict, self.mappings = flat_state(state_dict)
@@ -94,6 +96,7 @@ class StatePlanner(DefaultSavePlanner):
                     items.append(layouts.item_of(fqn, value, local))
         if problems:
             raise StateDictError(_CANNOT_BE_SAVED, problems)
+        warn_of_foreign(self._foreign)
         self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
         return self.plan
 
@@ -133,7 +136,10 @@ class StatePlanner(DefaultSavePlanner):
         if is_empty_dict(value):
             value = OrderedDict() if isinstance(value, OrderedDict) else {}  # whatever class it is of
         try:
-            self._pickled[fqn] = python_record(value)
+            foreign: set[str] = set()
+            self._pickled[fqn] = python_record(value, foreign)
+            if foreign:
+                self._foreign[fqn] = foreign
         except Exception as error:  # noqa: BLE001  # pickling runs the code of the value's own classes
             yield _python_problem(fqn, value, error)
 

@@ -6,11 +6,13 @@ that is to be asked for its state would be stored as it is, and loading would le
 
 from __future__ import annotations
 
+import enum
 import functools
 import io
 import pickle
 from collections import deque
 from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.serialization import DEFAULT_PROTOCOL
 from ray_dcp.planning.layouts import is_freed
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import OneRanksValue, PerRank
+from ray_dcp.planning.portable_pickle import is_renamed, portable_reduce
 
 IN_ONE_RANK = "would be stored by one rank for all: only dicts and lists may be around it"
 _MAX_SEARCHED = 100_000
@@ -55,6 +58,10 @@ class Survey(pickle.Pickler):
         super().__init__(self._buffer, DEFAULT_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
         self.holds_storages = False
+        self.named: set[str] = set()
+        """Classes and functions that its pickle names, or that of a tensor in it."""
+        self.is_portable = True
+        """Whether other Pythons have all those classes where this one has them."""
         self._harmless: set[type] = set()
         self.dump(value)
 
@@ -68,10 +75,14 @@ class Survey(pickle.Pickler):
         kind = type(obj)
         if kind in self._harmless:
             return NotImplemented
+        if isinstance(obj, type | FunctionType | BuiltinFunctionType):
+            self._note(obj)
+            return NotImplemented
         if isinstance(obj, torch.Tensor):
             fate = _fate(obj)
             if fate:
                 raise HiddenPartError(obj, fate)
+            self._note(kind)
             self.tensors.append(obj)
             return _nothing, (vars(obj) or None,)
         if isinstance(obj, torch.storage.TypedStorage | torch.UntypedStorage):
@@ -81,8 +92,17 @@ class Survey(pickle.Pickler):
             raise HiddenPartError(obj, IN_ONE_RANK)
         if _has_state(kind):
             raise HiddenPartError(obj, "would not be asked for its state_dict(): only dicts and lists may be around it")
-        self._harmless.add(kind)
-        return NotImplemented
+        if isinstance(obj, enum.Enum):
+            self._note(kind)  # Python's own are pickled by their names
+        reduced = portable_reduce(obj)
+        if reduced is NotImplemented:
+            self._harmless.add(kind)
+        return reduced
+
+    def _note(self, named: Any) -> None:
+        if named is not _nothing:
+            self.named.add(f"{named.__module__}.{named.__qualname__}")
+            self.is_portable = self.is_portable and not is_renamed(named)
 
 
 def _nothing(attributes: Any) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
@@ -224,6 +225,108 @@ def test_in_the_metadata(place, marker, how, protocol, monkeypatch):
     failure = load(place)
     assert isinstance(failure, UnsafeDataError | CorruptCheckpointError)
     assert failure.file == f"{place}/.metadata"
+    assert not marker.exists()
+
+
+class Getattr:
+    """Pickles as a call of ``getattr``, as members of enums do in the first Python 3.11."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def by_extension(monkeypatch, *, remembered: bool) -> bytes:
+    """``getattr`` by a number that packages have agreed on, and that pickle may remember."""
+    monkeypatch.setitem(copyreg._inverted_registry, 7, ("builtins", "getattr"))
+    if remembered:
+        monkeypatch.setitem(copyreg._extension_cache, 7, getattr)
+    return b"\x82\x07"
+
+
+ENUM = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+CONTIGUOUS = b"\x8c\x17TORCH_CONTIGUOUS_FORMAT"
+PLANTED_GETATTR = {
+    "of a class that is no enum": Getattr(Metadata, "state_dict_metadata"),
+    "of a class, a name that all have": Getattr(torch.Size, "count"),
+    "a name with underscores": Getattr(_MEM_FORMAT_ENCODING, "__class__"),
+    "the table of its members": Getattr(_MEM_FORMAT_ENCODING, "__members__"),
+    "a name that is no member": Getattr(_MEM_FORMAT_ENCODING, "mro"),
+    "of a member": Getattr(_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST, "__init_subclass__"),
+    "nested": Getattr(Getattr(_MEM_FORMAT_ENCODING, "__members__"), "get"),
+    "nested in a member": Getattr(Getattr(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"), "name"),
+    "of a text": Getattr("text", "join"),
+    "of nothing": Getattr(None, "__class__"),
+    "with a default": Getattr(_MEM_FORMAT_ENCODING, "mro", 5),
+    "with a name that is no text": Getattr(_MEM_FORMAT_ENCODING, b"TORCH_CHANNELS_LAST"),
+    "without arguments": Getattr(),
+    "itself": getattr,
+    "itself, deep in values": {"a": [({"b": getattr},)]},
+    "itself as a key": {getattr: 1},
+}
+
+
+@pytest.mark.parametrize("how", PLANTED_GETATTR)
+def test_getattr_for_anything_but_a_member_of_an_enum(place, how):
+    metadata = read_metadata(place)
+    metadata.planner_data = PLANTED_GETATTR[how]
+    write_metadata(place, metadata)
+    failure = load(place)
+    assert isinstance(failure, UnsafeDataError)
+    assert "builtins.getattr" in str(failure)
+    assert failure.file == f"{place}/.metadata"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"cbuiltins\ngetattr\n",
+        b"cbuiltins\ngetattr\n\x94",
+        b"cbuiltins\ngetattr\n}\x8c\x08__call__Nsb",
+        b"cbuiltins\ngetattr\nN}\x8c\x0b_members_ofNs\x86b",
+        b"cbuiltins\ngetattr\n" + ENUM + CONTIGUOUS + b"\x86\x81",
+        b"(cbuiltins\ngetattr\n" + ENUM + CONTIGUOUS + b"o",
+        b"(" + ENUM + b"\x8c\x03mroibuiltins\ngetattr\n",
+        b"ccopyreg\n_reconstructor\n",
+        b"cbuiltins\nvars\n",
+        b"coperator\nattrgetter\n",
+        b"c__builtin__\ngetattr\n",
+        b"ctorch.distributed.checkpoint.metadata\nos\n",
+        b"\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93",
+        b"\x8c\x08builtins\x8c\x10getattr.__self__\x93",
+    ],
+    ids=repr,
+)
+def test_programs_that_reach_for_getattr(place, program):
+    content = (place / ".metadata").read_bytes()
+    metadata = pickle.loads(content)
+    write_metadata(place, content[:-1] + program + b"0.")
+    failure = load(place)
+    if failure is None:  # it was taken and thrown away again, which is nothing
+        assert b"cbuiltins\ngetattr\n" in program
+        assert read_metadata(place) == metadata
+    else:
+        assert isinstance(failure, UnsafeDataError | CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_getattr_by_a_number(place, remembered, monkeypatch):
+    number = by_extension(monkeypatch, remembered=remembered)
+    program = number + b"\x8c\x04text\x8c\x04join\x86R0."
+    write_metadata(place, (place / ".metadata").read_bytes()[:-1] + program)
+    assert isinstance(load(place), UnsafeDataError | CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_code_by_a_number(place, marker, remembered, monkeypatch):
+    monkeypatch.setitem(copyreg._inverted_registry, 7, ("os", "mkdir"))
+    if remembered:
+        monkeypatch.setitem(copyreg._extension_cache, 7, os.mkdir)
+    program = b"\x82\x07X" + struct.pack("<I", len(str(marker))) + str(marker).encode() + b"\x85R0."
+    write_metadata(place, (place / ".metadata").read_bytes()[:-1] + program)
+    assert isinstance(load(place), UnsafeDataError | CorruptCheckpointError)
     assert not marker.exists()
 
 
