@@ -6,6 +6,7 @@ So all of them load one and the same, also while it is being saved again.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -55,6 +56,42 @@ def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
         if belongs_to(facts, metadata, file=f"{location}/{METADATA}"):
             return OpenedCheckpoint(location, metadata, manifest)
     return OpenedCheckpoint(location, metadata, None)
+
+
+def open_for_ranks(checkpoint_id: str | os.PathLike[str], world_size: int) -> Sequence[OpenedCheckpoint]:
+    """What each rank loads: one and the same, or what torch has written with ``use_collectives=False``: one for each.
+
+    Raises ``CheckpointNotFoundError``, in the second case also where not every rank has one.
+    """
+    try:
+        return [open_checkpoint(checkpoint_id)] * world_size
+    except CheckpointNotFoundError:
+        found = [_open_of_rank(checkpoint_id, rank) for rank in range(world_size)]
+        if found[0] is None:
+            raise
+        opened = [one for one in found if one is not None]
+        if len(opened) < world_size:
+            raise CheckpointNotFoundError(
+                os.fsdecode(checkpoint_id),
+                f"it was saved with use_collectives=False by {len(opened)} ranks, each of which can load its own part "
+                f"alone; this load has {world_size}",
+            ) from None
+        return opened
+
+
+def open_of_rank(checkpoint_id: str | os.PathLike[str], rank: int) -> OpenedCheckpoint:
+    """What ``rank`` has written by itself. Raises ``CheckpointNotFoundError``."""
+    opened = _open_of_rank(checkpoint_id, rank)
+    if opened is None:
+        raise CheckpointNotFoundError(os.fsdecode(checkpoint_id), f"no {METADATA} of rank {rank} alone")
+    return opened
+
+
+def _open_of_rank(checkpoint_id: str | os.PathLike[str], rank: int) -> OpenedCheckpoint | None:
+    location = resolve_checkpoint_id(checkpoint_id)
+    with suppress(ObjectNotFoundError, NotAFolderError):
+        return OpenedCheckpoint(location, open_store(location).get(f"__{rank}{METADATA}"), None)
+    return None
 
 
 def _open_safetensors(location: str) -> OpenedCheckpoint | None:

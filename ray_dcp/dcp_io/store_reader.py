@@ -27,13 +27,13 @@ from torch.futures import Future
 
 from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
 from ray_dcp.dcp_io.metadata_file import decode_metadata
-from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_checkpoint
+from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_checkpoint, open_of_rank
 from ray_dcp.dcp_io.read_tasks import ReadShape, finished, read_shape
 from ray_dcp.dcp_io.record_reads import RecordReads, WantedRecord
 from ray_dcp.dcp_io.record_tasks import Loaded, RecordTasks, large_of
 from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, offer_of, share_rules, want_of
 from ray_dcp.dcp_io.shared_segment import Sharing
-from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
+from ray_dcp.errors import CorruptCheckpointError, StoreError
 from ray_dcp.layout import MANIFEST, METADATA
 from ray_dcp.manifest import DifferingReplicas, EntryTable, as_table, decode_manifest
 from ray_dcp.planning.shared_reads import NodeShare, ShareOffer, Want
@@ -83,8 +83,9 @@ class StoreReader(StorageReader):
         self._opened = opened
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if kwargs.get("rank") is not None:
-            raise CheckpointNotFoundError(self.checkpoint_id, "per-rank metadata is not supported")
+        rank = kwargs.get("rank")
+        if rank is not None:
+            self._opened = open_of_rank(self.checkpoint_id, rank)
         if self._opened is None:
             self._opened = open_checkpoint(self.checkpoint_id)
         metadata = decode_metadata(

@@ -11,9 +11,11 @@ out.
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -163,9 +165,21 @@ def _open(request: LoadRequest, call: Call) -> Metadata:
         if opened is not None and isinstance(request.reader, StoreReader):
             request.reader.adopt(opened)
         with collector_paused():
-            metadata = request.reader.read_metadata()
+            metadata = _read_metadata(request.reader, call.rank)
         reached(Point.AFTER_OPEN)
     return metadata
+
+
+def _read_metadata(reader: StorageReader, rank: int) -> Metadata:
+    """The metadata of all ranks, else what this one has written alone, as torch reads it."""
+    try:
+        return reader.read_metadata()
+    except Exception:
+        if isinstance(reader, StoreReader) or "kwargs" not in inspect.signature(reader.read_metadata).parameters:
+            raise
+        with suppress(Exception):
+            return reader.read_metadata(rank=rank)
+        raise
 
 
 def _collect_template(request: LoadRequest, metadata: Metadata, call: Call) -> _Template:

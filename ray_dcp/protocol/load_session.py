@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_checkpoint
+from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_for_ranks
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.shared_reads import NodeShare, ShareOffer, plan_shares
 from ray_dcp.planning.template import TemplateCheck
@@ -89,8 +89,9 @@ class LoadSession(Session):
 
     def _open(self, contributions: Sequence[OpenContribution]) -> Sequence[OpenedCheckpoint | None]:
         self.checkpoint_id = one_checkpoint_id([part.checkpoint_id for part in contributions])
-        opened = open_checkpoint(self.checkpoint_id) if contributions[0].opens else None
-        return [opened] * len(contributions)
+        if contributions[0].opens:
+            return open_for_ranks(self.checkpoint_id, len(contributions))
+        return [None] * len(contributions)
 
     def _plan(self, contributions: Sequence[LoadContribution]) -> Sequence[Any]:
         reached(Point.LOAD_PLAN)
