@@ -65,16 +65,20 @@ class RecordTasks:
         """The reads of several records, one after the other, made ready beforehand; see ``LargeRead``."""
         reads: list[Callable[[Lane], int]] = []
         loaded: Loaded = []
+        filled: list[torch.Tensor] = []
         for record in batch:
             targets = self.targets(record)
+            filled += targets
             reads.append(self._reads.large_read(record, targets))
             loaded += self.loaded(record, targets)
+        count_as_changed(filled)
         return Task(lambda lane: sum([read(lane) for read in reads]), loaded)
 
     def _run(self, run: Sequence[WantedRecord]) -> Task[Loaded]:
         """One read of several small records that lie close together."""
         loaded: Loaded = []
         uses: list[Callable[[memoryview], None]] = []
+        filled: list[torch.Tensor] = []
         shown = self._files.shown(run[0].key)
         for record in run:
             if record.items[0].type == LoadItemType.BYTE_IO:
@@ -83,8 +87,10 @@ class RecordTasks:
                 loaded.append(functools.partial(self._load_python, record.items, held, shown))
             else:
                 targets = self.targets(record)
+                filled += targets
                 uses.append(functools.partial(self._reads.use_small, record, targets))
                 loaded += self.loaded(record, targets)
+        count_as_changed(filled)
         return Task(functools.partial(read_run, self._files, run, uses), loaded)
 
     def _target(self, item: ReadItem, key: str) -> torch.Tensor:
@@ -105,6 +111,14 @@ class RecordTasks:
         self.nbytes_loaded += len(held[0])
         for item in items:
             self._planner.load_bytes(item, NamedBytes(held[0], shown))
+
+
+def count_as_changed(tensors: Sequence[torch.Tensor]) -> None:
+    """Have autograd know that ``tensors`` are written to: torch does not see it, since their memory is filled directly.
+
+    A backward pass through what was computed from the old values then raises, as after every other change in place.
+    """
+    torch.autograd.graph.increment_version(tensors)
 
 
 def is_small(record: WantedRecord) -> bool:

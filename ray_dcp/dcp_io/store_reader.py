@@ -30,7 +30,7 @@ from ray_dcp.dcp_io.metadata_file import decode_metadata
 from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_checkpoint, open_of_rank
 from ray_dcp.dcp_io.read_tasks import ReadShape, finished, read_shape
 from ray_dcp.dcp_io.record_reads import RecordReads, WantedRecord
-from ray_dcp.dcp_io.record_tasks import Loaded, RecordTasks, large_of
+from ray_dcp.dcp_io.record_tasks import Loaded, RecordTasks, count_as_changed, large_of
 from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, offer_of, share_rules, want_of
 from ray_dcp.dcp_io.shared_segment import Sharing
 from ray_dcp.errors import CorruptCheckpointError, StoreError
@@ -195,6 +195,7 @@ class StoreReader(StorageReader):
                 filled = tasks.targets(record)
                 passing = reads.passing(record, filled)
                 if passing is not None:
+                    count_as_changed(filled)
                     targets[number] = Passing.of(*passing)
                     loaded[number] = tasks.loaded(record, filled)
         shared = SharedReads(
