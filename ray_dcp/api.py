@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -26,6 +26,7 @@ from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import ConfigError, NoCheckpointIdError
 from ray_dcp.maintenance.after_save import SweepAfterSave
+from ray_dcp.planning.stored_names import NameChoice, Rename
 from ray_dcp.protocol.background import AsyncSaveResponse, BackgroundSaves
 from ray_dcp.protocol.call import Call, SoloCall, phase
 from ray_dcp.protocol.failures import CheckpointException, RankFailure
@@ -165,16 +166,26 @@ def load(
     strict: bool | str = True,
     cast: bool = False,
     trusted: bool = False,
+    only: str | Collection[str] | None = None,
+    skip: str | Collection[str] | None = None,
+    rename: Rename | None = None,
 ) -> LoadReport:
     """Fill a state dict from a checkpoint that any number of ranks saved; every rank of the group calls this.
 
-    Tensors are filled in place, on their device; other values are replaced; ``Stateful`` objects get
-    ``load_state_dict``. Before anything is changed, names, shapes, dtypes and coverage are checked on all ranks.
+    Tensors are filled in place, on their device, those on meta replaced by some with memory; other values are replaced;
+    ``Stateful`` objects get ``load_state_dict``. What is still empty in the template (``{}``, ``[]``, ``None``) and is
+    not in the checkpoint gets whatever the checkpoint has below it: whole tensors, on CPU, on each rank that asks.
+    Before anything is changed, names, shapes, dtypes and coverage are checked on all ranks.
 
     ``strict``: True refuses names that the checkpoint lacks, False loads the rest (as does torch's default planner
     with ``allow_partial_load``), "exact" also refuses names that no template has. ``cast`` converts dtypes.
     ``trusted`` unpickles Python objects of any class, which runs code from the checkpoint: only for checkpoints you
     wrote.
+
+    ``only`` and ``skip`` choose by name as the template has it: a name, the first parts of names ("model" is also
+    "model.norm.weight"), or a shell pattern of a whole name ("*.bias"); one, or several. What is left out keeps its
+    value and counts neither as missing nor as unexpected. ``rename`` gives stored names others before they are compared
+    with the template's: {regular expression: replacement}, as in ``{r"^module\\.": ""}``, or a function of a name.
 
     What several ranks of one node want of a large tensor is read once by all of them together, through /dev/shm, if
     there is room; ``RAY_DCP_SHARE_READS=0`` turns that off.
@@ -186,11 +197,14 @@ def load(
         with phase(call, "collect"):
             reader = storage_reader if storage_reader is not None else StoreReader(trusted=trusted)
             location = _location(checkpoint_id, reader, "storage_reader")
-            load_planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location)
+            choice = NameChoice(only, skip, rename)
+            load_planner = default_load_planner(
+                planner, cast=cast, trusted=trusted, checkpoint_id=location, choice=choice
+            )
             share_reads = share_reads_from(os.environ)
             if strict is True and type(planner) is DefaultLoadPlanner and planner.allow_partial_load:
                 strict = False
-        request = LoadRequest(state_dict, location, reader, load_planner, strict, trusted, share_reads)
+        request = LoadRequest(state_dict, location, reader, load_planner, strict, trusted, share_reads, choice)
         report = load_rank(request, call)
     return saves.tell_earlier("load", report)
 

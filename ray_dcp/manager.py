@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ray_dcp.api import AsyncSaveResponse, absolute, async_save, load, newest, preparing, save, tell_earlier
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from ray_dcp.api import AsyncSaveResponse, LoadReport, absolute, async_save, load, newest, preparing, save, tell_earlier
 from ray_dcp.catalog import CheckpointInfo, describe, latest_checkpoint, list_checkpoints
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
@@ -16,6 +19,7 @@ from ray_dcp.config import DEFAULT_REPLICA_NBYTES, replica_check_from
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, EarlierSaveError, RayDcpError
 from ray_dcp.layout import step_folder
+from ray_dcp.planning.stored_names import Rename
 from ray_dcp.protocol.failures import CheckpointException
 from ray_dcp.protocol.sessions import FailedLoad
 from ray_dcp.storage.urls import join_url
@@ -49,6 +53,8 @@ class CheckpointManager:
             "replica_check_nbytes": check.max_nbytes,
         }
         self._latest_async: AsyncSaveResponse | None = None
+        self.last_load: LoadReport | None = None
+        """What the latest ``load`` did on this rank; None where it found no step, or failed."""
 
     def save(
         self, step: int, state_dict: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
@@ -72,13 +78,41 @@ class CheckpointManager:
         self._latest_async = response
         return response
 
-    def load(self, state_dict: dict[str, Any], step: int | None = None, fallback: bool = False) -> int | None:
+    def load(
+        self,
+        state_dict: dict[str, Any],
+        step: int | None = None,
+        fallback: bool = False,
+        *,
+        strict: bool | str = True,
+        cast: bool = False,
+        trusted: bool = False,
+        planner: LoadPlanner | None = None,
+        only: str | Collection[str] | None = None,
+        skip: str | Collection[str] | None = None,
+        rename: Rename | None = None,
+    ) -> int | None:
         """Load ``step``, or the newest committed one; the step loaded, or None when there is none.
+
+        Other arguments as in ``ray_dcp.load``, whose report is kept as ``last_load``.
 
         Which one is newest is looked up once for all ranks. With ``fallback``, on all ranks alike, a step whose stored
         bytes turn out to be damaged is given up with a warning in the log for the newest older one, and so on; when
         none is left the error of the first is raised.
         """
+        asked = functools.partial(
+            load,
+            state_dict,
+            group=self._group,
+            strict=strict,
+            cast=cast,
+            trusted=trusted,
+            planner=planner,
+            only=only,
+            skip=skip,
+            rename=rename,
+        )
+        self.last_load = None
         if step is None:
             found = newest(self.root, group=self._group)
             if found is None or found.step is None:
@@ -90,10 +124,10 @@ class CheckpointManager:
         first: RayDcpError | None = None
         while True:
             try:
-                load(state_dict, checkpoint_id=place or self._place_of(step), group=self._group)
+                self.last_load = asked(checkpoint_id=place or self._place_of(step))
                 return step
             except EarlierSaveError as earlier:
-                earlier.result = step
+                self.last_load, earlier.result = earlier.result, step
                 raise
             except RayDcpError as error:
                 older = self._older(FailedLoad(step, is_damage(error))) if fallback else None

@@ -12,6 +12,7 @@ from ray_dcp.api import absolute
 from ray_dcp.config import DEFAULT_REPLICA_CHECK, Limits, ReplicaCheck
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.planning.stored_names import NameChoice
 from ray_dcp.protocol.background import BackgroundSaves
 from ray_dcp.protocol.call import RemoteCall
 from ray_dcp.protocol.coordinator import Coordinator
@@ -112,11 +113,19 @@ class ThreadRanks:
         strict: Any = True,
         cast: bool = False,
         trusted: bool = False,
+        **choice: Any,
     ) -> LoadReport:
         location = absolute(checkpoint_id)
-        load_planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location)
+        chosen = NameChoice(**choice)
+        load_planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location, choice=chosen)
         request = LoadRequest(
-            template, location, reader or StoreReader(location, trusted=trusted), load_planner, strict, trusted
+            template,
+            location,
+            reader or StoreReader(location, trusted=trusted),
+            load_planner,
+            strict,
+            trusted,
+            choice=chosen,
         )
         return load(request, self.call(rank, "load", location))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
@@ -35,6 +36,24 @@ def test_steps_are_saved_listed_and_loaded(tmp_path):
     assert manager.load(newest) == 20
     assert manager.load(older, step=10) == 10
     assert (newest["step"], older["step"], newest["w"][0].item(), older["w"][0].item()) == (20, 10, 20.0, 10.0)
+
+
+def test_a_load_takes_the_options_of_a_load_and_its_report_is_kept(tmp_path):
+    manager = dcp.CheckpointManager(tmp_path)
+    manager.save(1, {"module.w": torch.ones(2), "n": 5, "more": 1})
+    state = {"w": torch.zeros(2, dtype=torch.float64), "n": 0, "absent": 0, "loader": {}}
+    assert manager.last_load is None
+    options = {"strict": False, "cast": True, "skip": "n", "rename": {r"^module\.": ""}}
+    assert manager.load(state, **options) == 1
+    report = manager.last_load
+    assert (report.loaded, report.missing, report.unexpected) == (("w",), ("absent",), ("more",))
+    assert (state["w"].tolist(), state["n"]) == ([1, 1], 0)
+    with pytest.raises(dcp.CheckpointException):
+        manager.load(state, only="w")
+    assert manager.last_load is None
+    planner = DefaultLoadPlanner()
+    manager.load({"n": 0}, only="n", planner=planner)
+    assert (manager.last_load.loaded, list(planner.state_dict)) == (("n",), ["n"])
 
 
 def test_an_asynchronous_save_becomes_the_newest_when_it_is_committed(tmp_path):

@@ -103,6 +103,7 @@ class _Slot:
 
     container: MutableMapping[Any, Any] | MutableSequence[Any]
     key: Any
+    fqn: str
     stateful: Stateful
 
 
@@ -137,8 +138,11 @@ class CollectedTemplate:
         """Whether ``restore`` calls any ``load_state_dict``."""
         return bool(self._slots)
 
-    def restore(self) -> None:
-        """Give everything back to where it was found, what lies inside of a ``Stateful`` first."""
+    def restore(self, is_wanted: Callable[[str], bool] = lambda fqn: True) -> None:
+        """Give everything back to where it was found, what lies inside of a ``Stateful`` first.
+
+        A ``Stateful`` whose name is not wanted is left alone.
+        """
         held = {(id(slot.container), slot.key) for slot in self._slots}
         copies = {id(copy) for _, copy in self._copies}
         for original, copy in self._copies:
@@ -149,7 +153,8 @@ class CollectedTemplate:
                     else:
                         _put(original, key, value)
         for slot in self._slots:
-            slot.stateful.load_state_dict(slot.container[slot.key])
+            if is_wanted(slot.fqn):
+                slot.stateful.load_state_dict(slot.container[slot.key])
 
     def _fill_in(self, copy: Any, name: str, problems: list[str]) -> None:
         """Replace in the dict or list ``copy`` what must be: ``Stateful``s, and what leads to them."""
@@ -163,7 +168,7 @@ class CollectedTemplate:
             return value
         if is_stateful(value):
             state = self._walked(self._ask(value, name), f"{name}.", problems, is_own=False)
-            self._slots.append(_Slot(container, key, value))
+            self._slots.append(_Slot(container, key, name, value))
             return state
         if isinstance(value, tuple) and any(map(is_stateful, value)):
             problems.append(f"{name}: a {type(value).__name__} holds an object with load_state_dict; use a list")

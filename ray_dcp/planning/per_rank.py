@@ -52,7 +52,13 @@ class OneRanksValue(dict[str, Any]):
 
 def is_per_rank_name(fqn: str) -> bool:
     """Whether ``fqn`` names one rank's value in a checkpoint."""
-    return _NAME.fullmatch(fqn) is not None
+    return per_rank_base(fqn) is not None
+
+
+def per_rank_base(fqn: str) -> str | None:
+    """The name of the value of which ``fqn`` is one rank's; None where it is no such name."""
+    match = _NAME.fullmatch(fqn)
+    return match["fqn"] if match else None
 
 
 def per_rank_fqn(fqn: str) -> str:
@@ -65,7 +71,7 @@ def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
     """How many ranks saved each per-rank value, by its name."""
     world_sizes: dict[str, int] = {}
     for fqn in fqns:
-        match = _NAME.fullmatch(fqn)
+        match = _NAME.fullmatch(fqn) if ".__rank_" in fqn else None
         if match:
             name = match["fqn"]
             world_sizes[name] = max(world_sizes.get(name, 0), int(match["rank"]) + 1)

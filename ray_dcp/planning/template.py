@@ -1,15 +1,14 @@
 """Filling a template: the load planner that ray_dcp uses where the user gives none.
 
-It differs from torch's default in three ways, each a fault users have met: it checks everything before anything is
+It differs from torch's default in some ways, each a fault users have met: it checks everything before anything is
 copied and names all of it at once; it puts a Python value back under the key it came from (torch's writes the value
-of an integer key beside it, as a string); it unpickles with an allow-list.
+of an integer key beside it, as a string); it fills what is still empty; it unpickles with an allow-list.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +21,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.planning.flat import flat_state, is_empty_dict
-from ray_dcp.planning.layouts import ReadLayouts, is_freed, local_part
-from ray_dcp.planning.local_shards import LocalShards
-from ray_dcp.planning.per_rank import is_per_rank_name
+from ray_dcp.planning.layouts import ReadLayouts, local_part
+from ray_dcp.planning.stored_names import EVERYTHING, NameChoice
+from ray_dcp.planning.template_check import TemplateCheck, compare, without_names
+from ray_dcp.planning.template_fill import Growth, empty_places
+from ray_dcp.planning.template_memory import TemplateMemory, unfit
 
 _AT_ZERO = torch.Size((0,))
 """What torch's planner gives as place and length of a Python object."""
@@ -33,25 +34,6 @@ _LEFT_BY_TORCH = ("original_state_dict", "state_dict", "mappings", "metadata", "
 
 LoadPython = Callable[[io.BytesIO, str], Any]
 """(stored bytes, fqn) -> the value, or an error of ray_dcp."""
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateCheck:
-    """How a rank's template compares with a checkpoint. All lists are sorted."""
-
-    wanted: tuple[str, ...]
-    """Names that are in both."""
-    missing: tuple[str, ...]
-    """Names that the checkpoint lacks."""
-    unexpected: tuple[str, ...]
-    """Names that this rank's template lacks."""
-    problems: tuple[str, ...]
-    """One line for each shape, kind or dtype that differs, and each region that no stored chunk covers."""
-
-
-def without_names(check: TemplateCheck | None) -> TemplateCheck | None:
-    """``check`` as the coordinator needs it: the names that are right are of no interest there."""
-    return None if check is None else replace(check, wanted=())
 
 
 class TemplatePlanner(DefaultLoadPlanner):
@@ -65,13 +47,21 @@ class TemplatePlanner(DefaultLoadPlanner):
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
         stands_for: DefaultLoadPlanner | None = None,
+        choice: NameChoice = EVERYTHING,
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load=True)
         self._load_python = load_python
         self._cast = cast
         self._stands_for = stands_for
         """torch's default planner that the user passed: it has afterwards what torch leaves on it."""
-        self._problems: tuple[str, ...] = ()
+        self._choice = choice
+        self._problems: list[str] = []
+        self._empty: set[str] = set()
+        self._growth: Growth | None = None
+        self._memory = TemplateMemory()
+        self._to_put: list[str] = []
+        """Names of values that go into the template when everything is read."""
+        self.rank, self.world_size = 0, 1
 
     @property
     def resolves_in_place(self) -> bool:
@@ -85,7 +75,12 @@ class TemplatePlanner(DefaultLoadPlanner):
         self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
+        self._memory, self._to_put, self._growth, self._empty = TemplateMemory(), [], None, set()
         self.state_dict, self.mappings = self._flatten(state_dict, metadata)
+        if not self._choice.is_everything:
+            self.state_dict = {fqn: value for fqn, value in self.state_dict.items() if self._choice.takes(fqn)}
+        if self.flatten_state_dict:
+            self._grow(metadata)
         if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in self.state_dict.values()):
             self.state_dict = _flatten_sharded_tensors(self.state_dict)
         if self._stands_for is not None:
@@ -109,30 +104,28 @@ class TemplatePlanner(DefaultLoadPlanner):
                     index = MetadataIndex(fqn)
                     items.append(ReadItem(LoadItemType.BYTE_IO, index, _AT_ZERO, index, _AT_ZERO, _AT_ZERO))
                 continue
-            unfit = _unfit(fqn, value, saved)
-            problems += unfit
-            if not unfit:
+            if value is None:
+                value = self.state_dict[fqn] = self._memory.to_make(fqn, saved)
+            not_fitting = unfit(fqn, value, saved)
+            problems += not_fitting
+            if not not_fitting:
                 planned = layouts.reads_of(value, saved)
                 items += planned.of(fqn)
                 problems += [f"{fqn}: {problem}" for problem in planned.problems]
+                if value.is_meta:
+                    self._memory.lacks(fqn, value)
             if isinstance(value, torch.Tensor) and value.dtype != saved.properties.dtype and not self._cast:
                 problems.append(
                     f"{fqn}: the checkpoint has dtype {saved.properties.dtype}, the template {value.dtype} "
                     "(cast=True converts)"
                 )
-        self._problems = tuple(sorted(problems))
+        self._problems = problems
         return LoadPlan(items)
 
-    def check(self) -> TemplateCheck:
-        """Compare the template with the checkpoint, once the local plan is made."""
+    def check(self, *, strict: bool = True) -> TemplateCheck:
+        """Compare the template with the checkpoint, once the local plan is made; ``strict``: what lacks is refused."""
         assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata
-        return TemplateCheck(
-            wanted=tuple(sorted(self.state_dict.keys() & saved.keys())),
-            missing=tuple(sorted(self.state_dict.keys() - saved.keys())),
-            unexpected=tuple(sorted(fqn for fqn in saved.keys() - self.state_dict.keys() if not is_per_rank_name(fqn))),
-            problems=self._problems,
-        )
+        return compare(self.state_dict, self.metadata, self._problems, empty=self._empty, strict=strict)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The memory to fill; the whole of a tensor, which most reads are for, is found without slicing it."""
@@ -143,11 +136,16 @@ class TemplatePlanner(DefaultLoadPlanner):
         return resolved
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Give memory to the meta tensors that will be filled: only now, when all checks have passed."""
-        for fqn in {item.dest_index.fqn for item in new_plan.items}:
-            value = self.state_dict.get(fqn)
-            if isinstance(value, torch.Tensor) and value.device.type == "meta":
-                self._replace(fqn, _with_memory(value))
+        """Give memory to what will be filled and has none: only now, when all checks have passed.
+
+        The template gets it from ``put_loaded``.
+        """
+        made = self._memory.made()
+        self.state_dict.update(made)
+        self._to_put += made
+        # Their local parts, which are what is filled, are counted as changed by whoever does it.
+        changed = [value for value in self.state_dict.values() if type(value) is DTensor]
+        torch.autograd.graph.increment_version(changed)
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -158,13 +156,42 @@ class TemplatePlanner(DefaultLoadPlanner):
         return self._load_python(value, read_item.dest_index.fqn)
 
     def put_python(self, read_item: ReadItem, value: Any) -> None:
-        """Put a decoded value into the template."""
-        self._replace(read_item.dest_index.fqn, value)
-
-    def _replace(self, fqn: str, value: Any) -> None:
+        """Keep a decoded value for ``put_loaded``."""
+        fqn = read_item.dest_index.fqn
         self.state_dict[fqn] = value
-        if self.flatten_state_dict:
-            set_at(self.original_state_dict, self.mappings[fqn], value)
+        self._to_put.append(fqn)
+
+    def put_loaded(self) -> None:
+        """Put into the template what is not filled in place, when everything has been read."""
+        if not self.flatten_state_dict:
+            return
+        grown = self._growth.names if self._growth is not None else frozenset[str]()
+        for fqn in self._to_put:
+            if fqn not in grown:
+                set_at(self.original_state_dict, self.mappings[fqn], self.state_dict[fqn])
+        if self._growth is not None:
+            self._growth.put(self.state_dict)
+
+    def _grow(self, metadata: Metadata) -> None:
+        """Ask for what the checkpoint has where the template is empty."""
+        saved = metadata.state_dict_metadata
+        lacking = saved.keys() - self.state_dict.keys()
+        if not lacking:
+            return
+        empty = [place for place in empty_places(self.original_state_dict, "") if place.fqn not in saved]
+        growth = Growth(empty, lacking, metadata, self.rank, self.world_size)
+        if growth.names:
+            self._growth = growth
+        for fqn in growth.names:
+            stored = saved[fqn]
+            is_tensor = isinstance(stored, TensorStorageMetadata)
+            self.state_dict[fqn] = self._memory.to_make(fqn, stored) if is_tensor else None
+        # torch's own planners store nothing for an empty mapping, so one that is not there is not missed.
+        for place in empty:
+            if place.fqn in growth.places or isinstance(place.value, Mapping):
+                self.state_dict.pop(place.fqn, None)
+        stays = {place.fqn for place in empty if place.value is not None} - growth.places
+        self._empty = {fqn for fqn in stays if self._choice.takes(fqn)}
 
     def _flatten(self, state_dict: dict[str, Any], metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
         if not self.flatten_state_dict:
@@ -201,53 +228,6 @@ def _own_key(container: Any, part: str | int) -> Any:
     if not isinstance(container, Mapping) or part in container:
         return part
     return next((key for key in container if str(key) == part), part)
-
-
-def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=device)
-    local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, shape=tensor.size(), stride=tensor.stride(), run_check=False
-    )
-
-
-def _unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
-    """Why no read of a stored tensor can be planned into ``value``."""
-    if not isinstance(value, torch.Tensor):
-        return [f"{fqn}: the checkpoint holds a tensor, the template a {type(value).__name__}"]
-    problems = []
-    if value.shape != saved.size:
-        problems.append(f"{fqn}: the checkpoint has shape {tuple(saved.size)}, the template {tuple(value.shape)}")
-    local = local_part(value)
-    in_order = local is not None and local.is_contiguous()
-    if not in_order and any(_repeats_memory(part) for part in _local_tensors(value)):
-        problems.append(f"{fqn}: the template is a view whose elements share memory; fill a .clone() of it")
-    if any(map(is_freed, _local_tensors(value) if local is None else (local,))):
-        problems.append(f"{fqn}: the template's memory has been freed; load while it has some")
-    return problems
-
-
-def _local_tensors(value: torch.Tensor) -> Iterable[torch.Tensor]:
-    if isinstance(value, LocalShards):
-        return value.chunks.values()
-    if isinstance(value, ShardedTensor):
-        return [shard.tensor for shard in value.local_shards()]
-    local = local_part(value)
-    return [local if local is not None else value.to_local() if isinstance(value, DTensor) else value]
-
-
-def _repeats_memory(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie at one place, as in what ``expand`` and ``unfold`` make."""
-    if tensor.layout != torch.strided or tensor.is_contiguous() or tensor.device.type == "meta":
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 __all__ = ["TemplateCheck", "TemplatePlanner", "set_at", "without_names"]

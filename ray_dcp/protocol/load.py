@@ -32,9 +32,12 @@ from ray_dcp.dcp_io.opened import OpenedCheckpoint
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import ConfigError, StateDictError, without_keys
 from ray_dcp.planning.collect import CollectedTemplate
+from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.shared_reads import ShareOffer
-from ray_dcp.planning.template import TemplateCheck, TemplatePlanner, without_names
+from ray_dcp.planning.stored_names import EVERYTHING, NameChoice, SeenNames, seen_names
+from ray_dcp.planning.template import TemplatePlanner
+from ray_dcp.planning.template_check import TemplateCheck, without_names
 from ray_dcp.planning.template_hook import template_of
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
@@ -96,6 +99,8 @@ class LoadRequest:
     trusted: bool
     share_reads: bool = True
     """Whether ranks of one node may read for each other."""
+    choice: NameChoice = EVERYTHING
+    """Which names, and what they are called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,9 @@ class _PlannedLoad:
     unexpected: tuple[str, ...]
 
 
-def default_load_planner(planner: LoadPlanner | None, *, cast: bool, trusted: bool, checkpoint_id: str) -> LoadPlanner:
+def default_load_planner(
+    planner: LoadPlanner | None, *, cast: bool, trusted: bool, checkpoint_id: str, choice: NameChoice = EVERYTHING
+) -> LoadPlanner:
     """The planner to use: the user's own, or ray_dcp's in place of torch's plain default."""
 
     def load_python(content: io.BytesIO, fqn: str) -> Any:
@@ -126,7 +133,7 @@ def default_load_planner(planner: LoadPlanner | None, *, cast: bool, trusted: bo
         return decode_python(content, file=file, fqn=fqn, trusted=trusted)
 
     if planner is None:
-        return TemplatePlanner(load_python=load_python, cast=cast)
+        return TemplatePlanner(load_python=load_python, cast=cast, choice=choice)
     if type(planner) is DefaultLoadPlanner:
         return TemplatePlanner(
             load_python=load_python,
@@ -134,7 +141,11 @@ def default_load_planner(planner: LoadPlanner | None, *, cast: bool, trusted: bo
             flatten_state_dict=planner.flatten_state_dict,
             flatten_sharded_tensors=planner.flatten_sharded_tensors,
             stands_for=planner,
+            choice=choice,
         )
+    if choice.only or choice.skip:
+        setting = "only" if choice.only else "skip"
+        raise ConfigError(setting, f"a {type(planner).__name__} chooses by itself what is loaded; pass no planner")
     return planner
 
 
@@ -144,14 +155,17 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
     Raises ``CheckpointException``. A template that does not fit is untouched.
     """
     metadata = _open(request, call)
-    template = _collect_template(request, metadata, call)
-    with phase(call, "read"), template.per_rank.expanded(metadata.state_dict_metadata), torch.no_grad():
-        planned = _plan(request, template, metadata, call)
+    seen = _seen_names(request, metadata, call)
+    template = _collect_template(request, seen.metadata, call)
+    with phase(call, "read"), template.per_rank.expanded(seen.metadata.state_dict_metadata), torch.no_grad():
+        planned = _plan(request, template, metadata, seen, call)
         puts = _read(request, planned, call)
         any_restores: bool = call.exchange("read", bool(puts) or _runs_code_to_restore(request, template))
         for put_python_value in puts:
             put_python_value()
-    _restore(template, call, together=any_restores)
+        if isinstance(request.planner, TemplatePlanner):
+            request.planner.put_loaded()
+    _restore(request, template, call, together=any_restores)
     return _report(request, planned)
 
 
@@ -182,6 +196,11 @@ def _read_metadata(reader: StorageReader, rank: int) -> Metadata:
         raise
 
 
+def _seen_names(request: LoadRequest, metadata: Metadata, call: Call) -> SeenNames:
+    with phase(call, "plan"):
+        return seen_names(metadata, request.choice)
+
+
 def _collect_template(request: LoadRequest, metadata: Metadata, call: Call) -> _Template:
     with phase(call, "collect"):
         if not isinstance(request.state_dict, dict):
@@ -192,15 +211,18 @@ def _collect_template(request: LoadRequest, metadata: Metadata, call: Call) -> _
         return _Template(collected, PerRankTemplate(collected.values, call.rank, call.world_size))
 
 
-def _plan(request: LoadRequest, template: _Template, metadata: Metadata, call: Call) -> _PlannedLoad:
+def _plan(request: LoadRequest, template: _Template, metadata: Metadata, seen: SeenNames, call: Call) -> _PlannedLoad:
     """Agree with all ranks on who reads what, all templates checked."""
     with phase(call, "plan"):
         with collector_paused():
-            local_plan = _plan_locally(request, template, metadata, call)
+            local_plan = _plan_locally(request, template, metadata, seen, call)
             carried = _carried(request, call) if call.rank == 0 else None
-            check = request.planner.check() if isinstance(request.planner, TemplatePlanner) else None
+            check = _check(request)
             offer = _shared_reads_offer(request, local_plan, call)
-        problems = tuple(template.per_rank.problems(metadata.state_dict_metadata))
+        problems = (
+            *template.per_rank.problems(seen.metadata.state_dict_metadata),
+            *_unfit_patterns(request, metadata, template),
+        )
         sent = None if _has_no_global_step(request) else local_plan
         contribution = LoadContribution(sent, without_names(check), request.strict, problems, carried, offer)
         answer = call.exchange("plan", contribution)
@@ -220,11 +242,29 @@ def _plan(request: LoadRequest, template: _Template, metadata: Metadata, call: C
     return _planned(plan, check, unexpected)
 
 
-def _plan_locally(request: LoadRequest, template: _Template, metadata: Metadata, call: Call) -> LoadPlan:
+def _check(request: LoadRequest) -> TemplateCheck | None:
+    planner = request.planner
+    return planner.check(strict=bool(request.strict)) if isinstance(planner, TemplatePlanner) else None
+
+
+def _unfit_patterns(request: LoadRequest, metadata: Metadata, template: _Template) -> list[str]:
+    """A line for each pattern of ``only`` and ``skip`` that says nothing about this load."""
+    choice = request.choice
+    if not (choice.only or choice.skip):
+        return []
+    names = set(map(choice.renamed, metadata.state_dict_metadata)) | flat_state(template.values)[0].keys()
+    return choice.problems(names)
+
+
+def _plan_locally(
+    request: LoadRequest, template: _Template, metadata: Metadata, seen: SeenNames, call: Call
+) -> LoadPlan:
     planner, reader, is_coordinator = request.planner, request.reader, call.rank == 0
-    planner.set_up_planner(template.values, metadata, is_coordinator)
+    if isinstance(planner, TemplatePlanner):
+        planner.rank, planner.world_size = call.rank, call.world_size
+    planner.set_up_planner(template.values, seen.metadata, is_coordinator)
     reader.set_up_storage_reader(metadata, is_coordinator, **accepted(reader.set_up_storage_reader, call.rank))
-    return reader.prepare_local_plan(planner.create_local_plan())
+    return reader.prepare_local_plan(seen.stored_plan(planner.create_local_plan()))
 
 
 def _shared_reads_offer(request: LoadRequest, plan: LoadPlan, call: Call) -> ShareOffer | None:
@@ -302,14 +342,21 @@ def _python_put(request: LoadRequest, item: ReadItem, content: io.BytesIO) -> Ca
     return functools.partial(planner.load_bytes, item, content)
 
 
-def _restore(template: _Template, call: Call, *, together: bool) -> None:
+def _restore(request: LoadRequest, template: _Template, call: Call, *, together: bool) -> None:
     """Put everything in place; ``together``, return when all ranks have."""
     with phase(call, "restore"):
         reached(Point.BEFORE_RESTORE)
-        template.collected.restore()
+        template.collected.restore(functools.partial(_is_restored, request))
         reached(Point.AFTER_RESTORE)
         if together:
             call.exchange("restore", None)
+
+
+def _is_restored(request: LoadRequest, fqn: str) -> bool:
+    """Whether anything of the ``Stateful`` with this name was asked for."""
+    if request.choice.takes(fqn) or not isinstance(request.planner, TemplatePlanner):
+        return True
+    return any(name.startswith(f"{fqn}.") for name in request.planner.state_dict)
 
 
 def _report(request: LoadRequest, planned: _PlannedLoad) -> LoadReport:

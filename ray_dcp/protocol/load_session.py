@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ray_dcp.dcp_io.opened import OpenedCheckpoint, open_for_ranks
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.shared_reads import NodeShare, ShareOffer, plan_shares
-from ray_dcp.planning.template import TemplateCheck
+from ray_dcp.planning.template_check import TemplateCheck
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.session import Session, for_rank_zero, one_checkpoint_id
 from ray_dcp.protocol.wire import Carried
@@ -153,12 +153,18 @@ def _require_fitting_templates(contributions: Sequence[LoadContribution], unexpe
     for rank, part in enumerate(contributions):
         for problem in [*_rank_problems(part, unexpected), *part.per_rank_problems]:
             found.setdefault(problem, []).append(rank)
-    if found:
+    if found or not _any_finds(contributions):
         everywhere = list(range(len(contributions)))
+        advice = dict.fromkeys(part.check.advice for part in contributions if part.check is not None)
         raise StateDictError(
-            "the template does not fit the checkpoint; nothing was loaded",
+            ". ".join(["the template does not fit the checkpoint; nothing was loaded", *filter(None, advice)]),
             [p if ranks == everywhere else f"{p} ({ranks_text(ranks)})" for p, ranks in sorted(found.items())],
         )
+
+
+def _any_finds(contributions: Sequence[LoadContribution]) -> bool:
+    """Whether the load will fill anything that its templates ask for: one that fills nothing is an error, always."""
+    return any(part.check is None or part.check.finds for part in contributions)
 
 
 def _rank_problems(part: LoadContribution, unexpected: tuple[str, ...]) -> list[str]:
@@ -166,7 +172,7 @@ def _rank_problems(part: LoadContribution, unexpected: tuple[str, ...]) -> list[
         return []
     problems = list(part.check.problems)
     if part.strict:
-        problems += [f"{fqn}: not in the checkpoint (strict=False loads the rest)" for fqn in part.check.missing]
+        problems += part.check.lacking
     if part.strict == "exact":
         problems += [f'{fqn}: in the checkpoint, but not in the template (strict="exact")' for fqn in unexpected]
     return problems

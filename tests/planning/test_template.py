@@ -148,20 +148,23 @@ class TestMeta:
         problems(template, tmp_path)
         assert template["w"].device.type == "meta"
 
-    def test_one_that_the_checkpoint_lacks_stays_meta(self, tmp_path):
+    def test_one_that_the_checkpoint_lacks_is_refused_since_it_would_have_no_values(self, tmp_path):
         save({"w": torch.ones(2)}, tmp_path)
         template = {"w": torch.empty(2, device="meta"), "new": torch.empty(9, device="meta")}
-        load(template, tmp_path, strict=False)
-        assert (template["w"].device.type, template["new"].device.type) == ("cpu", "meta")
+        for strict in (True, False):
+            (problem,) = problems(template, tmp_path, strict=strict)
+            assert problem.startswith("new: Missing key: not in the checkpoint, and a meta tensor")
+        load(template, tmp_path, skip="new")
+        assert (template["w"].tolist(), template["new"].device.type) == ([1, 1], "meta")
 
 
 FAULTS = {
-    "shape": ({"f32": torch.zeros(2, 2)}, "f32: the checkpoint has shape (4,), the template (2, 2)"),
-    "dimensions": ({"f32": torch.tensor(0.0)}, "f32: the checkpoint has shape (4,), the template ()"),
+    "shape": ({"f32": torch.zeros(2, 2)}, "f32: Size mismatch: the checkpoint has shape (4,), the template (2, 2)"),
+    "dimensions": ({"f32": torch.tensor(0.0)}, "f32: Size mismatch: the checkpoint has shape (4,), the template ()"),
     "dtype": ({"f32": torch.zeros(4, dtype=torch.float64)}, "f32: the checkpoint has dtype torch.float32"),
     "object for tensor": ({"f32": [0, 0, 0, 0]}, "f32: the checkpoint holds a tensor, the template a list"),
     "tensor for object": ({"n": torch.tensor(3)}, "n: the checkpoint holds a Python object, the template a tensor"),
-    "missing": ({"absent": 1}, "absent: not in the checkpoint"),
+    "missing": ({"absent": 1}, "absent: Missing key: not in the checkpoint"),
     "expanded": ({"f32": torch.zeros(1).expand(4)}, "f32: the template is a view whose elements share"),
     "expanded shard": ({"f32": LocalShards((4,), {(0,): torch.zeros(1).expand(4)})}, "f32: the template is a view"),
     "overlapping": (
@@ -332,7 +335,7 @@ class TestCast:
     def test_a_cast_does_not_excuse_another_shape(self, tmp_path):
         save({"w": torch.ones(4)}, tmp_path)
         assert problems({"w": torch.zeros(2, dtype=torch.int8)}, tmp_path, cast=True) == (
-            "w: the checkpoint has shape (4,), the template (2,)",
+            "w: Size mismatch: the checkpoint has shape (4,), the template (2,)",
         )
 
 
@@ -366,5 +369,5 @@ class TestOldCheckpoints:
 
     def test_what_they_lack_is_still_missed(self, old):
         assert problems({"opt": {"lr": 0.0}, "absent": 1}, old) == (
-            "absent: not in the checkpoint (strict=False loads the rest)",
+            "absent: Missing key: not in the checkpoint (strict=False loads the rest)",
         )

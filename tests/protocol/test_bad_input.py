@@ -153,7 +153,7 @@ def test_everything_wrong_with_a_template_is_told_at_once(tmp_path):
     assert len(problems) == 5
     for name, words in {"w": "shape (4,)", "n": "torch.int64", "p": "Python object", "extra": "a tensor"}.items():
         assert any(p.startswith(f"{name}:") and words in p and "(rank 0)" in p for p in problems)
-    assert any(p.startswith("absent: not in the checkpoint") for p in problems)
+    assert any(p.startswith("absent: Missing key: not in the checkpoint") for p in problems)
     assert all(bool((value == 7).all()) for value in wrong.values() if isinstance(value, torch.Tensor))
 
 

@@ -1,0 +1,109 @@
+"""The memory of a template's tensors: what cannot be filled, and what has none yet."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from ray_dcp.planning.layouts import is_freed, local_part
+from ray_dcp.planning.local_shards import LocalShards
+
+
+class TemplateMemory:
+    """The tensors of one load that have no memory yet: those on meta, and those that the template has nothing for."""
+
+    def __init__(self) -> None:
+        self._on_meta: dict[str, torch.Tensor] = {}
+        self._to_make: dict[str, torch.Tensor] = {}
+
+    def to_make(self, fqn: str, saved: Any) -> torch.Tensor:
+        """What stands for a stored tensor that the template has no place for; it will be made on CPU, whole."""
+        self._to_make[fqn] = torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
+        return self._to_make[fqn]
+
+    def lacks(self, fqn: str, tensor: torch.Tensor) -> None:
+        """``tensor``, on meta, will be filled."""
+        self._on_meta[fqn] = tensor
+
+    def made(self) -> dict[str, torch.Tensor]:
+        """Each of them with memory, by name; names of one meta tensor get one."""
+        made: dict[str, torch.Tensor] = {}
+        known: dict[Hashable, torch.Tensor] = {}
+        for fqn, tensor in self._on_meta.items():
+            if fqn in self._to_make:
+                made[fqn] = torch.empty_like(tensor, device="cpu")
+                continue
+            key = _identity(tensor)
+            if key not in known:
+                known[key] = _with_memory(tensor)
+            made[fqn] = known[key]
+        return made
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    """Equal for two names of one tensor, also where each has a view of its own, as in a module's ``state_dict()``."""
+    local = local_part(tensor)
+    if local is None:
+        return id(tensor)
+    return local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local.dtype
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """As ``tensor``: a parameter stays one. On the GPU where there is one, as torch does it."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(_with_memory(tensor.detach()), requires_grad=tensor.requires_grad)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, shape=tensor.size(), stride=tensor.stride(), run_check=False
+    )
+
+
+def unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
+    """Why no read of a stored tensor can be planned into ``value``."""
+    if not isinstance(value, torch.Tensor):
+        return [f"{fqn}: the checkpoint holds a tensor, the template a {type(value).__name__}"]
+    problems = []
+    if value.shape != saved.size:
+        problems.append(
+            f"{fqn}: Size mismatch: the checkpoint has shape {tuple(saved.size)}, the template {tuple(value.shape)}"
+        )
+    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+        kind = "a quantized" if value.is_quantized else "a nested" if value.is_nested else f"a {value.layout}"
+        return [*problems, f"{fqn}: the template is {kind} tensor, which is not filled in place; fill a plain one"]
+    local = local_part(value)
+    in_order = local is not None and local.is_contiguous()
+    if not in_order and any(_repeats_memory(part) for part in local_tensors(value)):
+        problems.append(f"{fqn}: the template is a view whose elements share memory; fill a .clone() of it")
+    if any(map(is_freed, local_tensors(value) if local is None else (local,))):
+        problems.append(f"{fqn}: the template's memory has been freed; load while it has some")
+    return problems
+
+
+def local_tensors(value: torch.Tensor) -> Iterable[torch.Tensor]:
+    """What this rank holds of ``value``."""
+    if isinstance(value, LocalShards):
+        return value.chunks.values()
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    local = local_part(value)
+    return [local if local is not None else value.to_local() if isinstance(value, DTensor) else value]
+
+
+def _repeats_memory(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie at one place, as in what ``expand`` and ``unfold`` make."""
+    if tensor.layout != torch.strided or tensor.is_contiguous() or tensor.device.type == "meta":
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

@@ -1,0 +1,131 @@
+"""A template that is still empty gets what the checkpoint has there, whole and in the containers that were saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import ray_dcp as dcp
+from ray_dcp import CheckpointException, LocalShards, PerRank
+from tests.ranks import ThreadRanks, require_no_errors
+from tests.shardings import same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+BY_BOTH = pytest.mark.parametrize("saved_by", [dcp, torch_dcp], ids=lambda module: module.__name__)
+
+
+def load(template, place, **options):
+    return dcp.load(template, checkpoint_id=place, no_dist=True, **options)
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@BY_BOTH
+def test_an_optimizer_before_its_first_step_goes_on_as_if_it_had_made_it(tmp_path, saved_by):
+    model, optimizer = trained()
+    saved_by.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    other = torch.nn.Linear(3, 2)
+    fresh = torch.optim.Adam(other.parameters(), lr=0.5)
+    report = load({"model": other, "optim": fresh}, tmp_path)
+    assert report.unexpected == report.missing == ()
+    for one, its in ((model, optimizer), (other, fresh)):
+        its.zero_grad()
+        one(torch.full((1, 3), 2.0)).sum().backward()
+        its.step()
+    assert all(same_bits(a.detach(), b.detach()) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert fresh.state_dict()["state"].keys() == {0, 1}
+
+
+@BY_BOTH
+@pytest.mark.parametrize("empty", [{}, None])
+def test_an_optimizer_below_an_empty_place_keeps_its_numbers(tmp_path, saved_by, empty):
+    _, optimizer = trained()
+    saved_by.save({"app": {"optim": optimizer.state_dict()}}, checkpoint_id=tmp_path, no_dist=True)
+    template = {"app": empty}
+    load(template, tmp_path)
+    assert template["app"]["optim"]["state"].keys() == {0, 1}
+    torch.optim.Adam(torch.nn.Linear(3, 2).parameters()).load_state_dict(template["app"]["optim"])
+
+
+NESTED = {"pos": 3, "name": "x", "deep": {"w": torch.arange(6.0).reshape(2, 3), "flags": [True, None]}, "t": (1, [2])}
+LISTED = [{"a": 1, "w": torch.ones(2, dtype=torch.bfloat16)}, {"a": 2, "w": torch.zeros(0)}]
+
+
+@BY_BOTH
+@pytest.mark.parametrize(
+    ("value", "empty"),
+    [(NESTED, {}), (NESTED, None), (LISTED, []), (LISTED, None), (torch.arange(3), None)],
+    ids=["dict", "dict for None", "list", "list for None", "tensor for None"],
+)
+def test_containers_come_back_as_they_were_saved(tmp_path, saved_by, value, empty):
+    saved_by.save({"x": value, "n": 1}, checkpoint_id=tmp_path, no_dist=True)
+    template = {"x": empty, "n": 0}
+    report = load(template, tmp_path, strict="exact")
+    assert equal(template["x"], value)
+    assert empty is None or template["x"] is empty
+    assert report.missing == report.unexpected == ()
+
+
+def equal(a, b) -> bool:
+    if isinstance(b, torch.Tensor):
+        return same_bits(a, b)
+    if isinstance(b, dict):
+        return type(a) is dict and list(a) == sorted(b) and all(equal(a[key], b[key]) for key in b)
+    if isinstance(b, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_an_empty_container_that_was_saved_stays_empty(tmp_path):
+    dcp.save({"x": [], "w": torch.ones(1)}, checkpoint_id=tmp_path, no_dist=True)
+    template = {"x": [], "w": torch.zeros(1)}
+    load(template, tmp_path, strict="exact")
+    assert template == {"x": [], "w": torch.ones(1)}
+
+
+def test_what_does_not_go_into_an_empty_place_is_reported(tmp_path):
+    dcp.save({"x": {"a": 1, "w": torch.ones(1)}, "n": 1}, checkpoint_id=tmp_path, no_dist=True)
+    template = {"x": {"a": 0, "deeper": {}}, "n": 0}
+    assert load(template, tmp_path).unexpected == ("x.w",)
+    assert template == {"x": {"a": 1, "deeper": {}}, "n": 1}
+
+
+def test_a_template_is_as_empty_as_before_when_the_load_is_refused(tmp_path):
+    dcp.save({"x": NESTED, "l": LISTED, "w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    template = {"x": {}, "l": [], "none": None, "w": torch.zeros(3)}
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        load(template, tmp_path, strict=False)
+    assert (template["x"], template["l"], template["none"], template["w"].tolist()) == ({}, [], None, [0, 0, 0])
+
+
+def test_each_rank_that_asks_gets_whole_tensors_and_its_own_values(tmp_path):
+    def state(rank):
+        rows = LocalShards((4, 2), {(2 * rank, 0): torch.full((2, 2), float(rank))})
+        return {"loader": {"rows": rows, "cursor": PerRank(10 + rank)}, "n": 1}
+
+    ranks = ThreadRanks(2)
+    require_no_errors(ranks.save(state, tmp_path / "c"))
+    templates = [{"loader": {}, "n": 0}, {"n": 0}]
+    reports = require_no_errors(ranks.load(templates, tmp_path / "c"))
+    loader = templates[0]["loader"]
+    assert loader["rows"].tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert (type(loader["cursor"]), loader["cursor"].value) == (PerRank, 10)
+    assert templates[1] == {"n": 1}
+    assert reports[0].unexpected == ()
+
+
+def test_per_rank_values_of_another_number_of_ranks_stay_out_and_are_named(tmp_path):
+    require_no_errors(ThreadRanks(2).save(lambda rank: {"x": {"c": PerRank(rank), "n": 1}}, tmp_path / "c"))
+    (template,) = ({"x": {}},)
+    (report,) = require_no_errors(ThreadRanks(1).load([template], tmp_path / "c"))
+    assert template == {"x": {"n": 1}}
+    assert report.unexpected == ("x.c",)
