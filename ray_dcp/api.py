@@ -24,7 +24,7 @@ from ray_dcp.cluster.group import RankGroup
 from ray_dcp.config import DEFAULT_REPLICA_NBYTES, ReplicaCheck, replica_check_from, share_reads_from
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
-from ray_dcp.errors import ConfigError, NoCheckpointIdError
+from ray_dcp.errors import ConfigError, NoCheckpointIdError, RayDcpError
 from ray_dcp.maintenance.after_save import SweepAfterSave
 from ray_dcp.planning.stored_names import NameChoice, Rename
 from ray_dcp.protocol.background import AsyncSaveResponse, BackgroundSaves
@@ -44,6 +44,7 @@ from ray_dcp.protocol.save import (
     write_save,
 )
 from ray_dcp.protocol.sessions import FailedLoad, NewestContribution
+from ray_dcp.storage.place import absolute, foreign
 
 CheckpointId = str | os.PathLike[str]
 P = ParamSpec("P")
@@ -283,10 +284,8 @@ def _start_call(kind: str, checkpoint_id: CheckpointId | None, ranks: RankGroup 
     if ranks is None:
         _solo_saves.settle()
         return SoloCall(kind, _named(checkpoint_id)), _solo_saves
-    with preparing(kind, ranks):
-        named = _named(checkpoint_id)
     ranks.background.settle()
-    return ranks.start_call(kind, named), ranks.background
+    return ranks.start_call(kind, _named(checkpoint_id)), ranks.background
 
 
 @contextmanager
@@ -313,29 +312,31 @@ def _place(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageR
 
 
 def _named(checkpoint_id: CheckpointId | None) -> str:
-    return "" if checkpoint_id is None else absolute(checkpoint_id)
+    """How messages call it, whatever it is: a place that is none is refused when all ranks are in the call."""
+    try:
+        return "" if checkpoint_id is None else absolute(checkpoint_id)
+    except RayDcpError:
+        return str(checkpoint_id)
+
+
+def _is_own(storage: StorageWriter | StorageReader) -> bool:
+    return isinstance(storage, StoreWriter | StoreReader)
 
 
 def _location(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageReader, role: str) -> str:
     """Where the checkpoint is, the same in every process; ``storage`` is told."""
     if checkpoint_id is None:
         own = getattr(storage, "checkpoint_id", None)
-        if not own and isinstance(storage, StoreWriter | StoreReader):
+        if not own and _is_own(storage):
             raise NoCheckpointIdError(role)
-        location = absolute(own) if own else ""
-        if location and isinstance(storage, StoreWriter | StoreReader):
+        location = "" if not own else absolute(own) if _is_own(storage) else foreign(own)
+        if location and _is_own(storage):
             storage.reset(location)
         return location
-    location = absolute(checkpoint_id)
+    location = absolute(checkpoint_id) if _is_own(storage) else foreign(checkpoint_id)
     # A user's own storage gets what the user passed: it may be no path at all.
-    storage.reset(location if isinstance(storage, StoreWriter | StoreReader) else checkpoint_id)
+    storage.reset(location if _is_own(storage) else checkpoint_id)
     return location
-
-
-def absolute(checkpoint_id: CheckpointId) -> str:
-    """``checkpoint_id`` independent of the working directory, which differs between the processes of a cluster."""
-    location = os.fspath(checkpoint_id)
-    return location if "://" in location else os.path.abspath(location)
 
 
 def _require_collectives(use_collectives: bool) -> None:

@@ -24,8 +24,9 @@ from ray_dcp.layout import MANIFEST, METADATA, POINTER, SHARD_SUFFIX, parse_step
 from ray_dcp.manifest import Manifest, belongs_to, decode_facts, decode_manifest
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
+from ray_dcp.storage.place import absolute
 from ray_dcp.storage.store import Store
-from ray_dcp.storage.urls import join_url, shown_url
+from ray_dcp.storage.urls import folder_name, join_url, shown_url
 from ray_dcp.wording import counted, joined
 
 logger = logging.getLogger(__name__)
@@ -124,14 +125,16 @@ def open_manifest(store: Store) -> Manifest | None:
 
 def resolve_checkpoint_id(checkpoint_id: str | os.PathLike[str]) -> str:
     """Where the checkpoint really lies: follows the pointer that is left in a folder handed to Ray Train."""
-    resolved = os.fsdecode(checkpoint_id)
+    resolved = absolute(checkpoint_id)
     for _ in range(_MAX_POINTERS):
         try:
             content = open_store(resolved).get(POINTER)
         except ObjectNotFoundError:
             return resolved
         resolved = _pointed_at(content, file=join_url(resolved, POINTER))
-    raise CheckpointNotFoundError(os.fsdecode(checkpoint_id), f"its pointers do not end; the last leads to {resolved}")
+    raise CheckpointNotFoundError(
+        absolute(checkpoint_id), f"its pointers do not end; the last leads to {shown_url(resolved)}"
+    )
 
 
 def require_checkpoint(store: Store) -> None:
@@ -204,7 +207,7 @@ def _info_from_sizes(store: Store, folder: str) -> CheckpointInfo | None:
 
 
 def _step_of(store: Store, folder: str) -> int | None:
-    return parse_step_folder(folder or posixpath.basename(store.url.partition("?")[0].rstrip("/")))
+    return parse_step_folder(folder or folder_name(store.url))
 
 
 def _manifest_of(store: Store, folder: str, metadata: bytes) -> bytes | None:
@@ -287,9 +290,9 @@ def _what_is_there(store: Store) -> str:
     steps = {folder: step for folder in folders if (step := parse_step_folder(folder)) is not None}
     if newest := max((f for f in committed if f in steps), key=lambda f: steps[f], default=""):
         count = counted(sum(folder in steps for folder in committed), "checkpoint")
-        return f"this is a root with {count}, the newest is {newest}; pass {join_url(store.url, newest)}"
+        return f"this is a root with {count}, the newest is {newest}; pass {shown_url(join_url(store.url, newest))}"
     if committed:
-        return f"this folder contains {joined(committed)}; pass {join_url(store.url, committed[0])}"
+        return f"this folder contains {joined(committed)}; pass {shown_url(join_url(store.url, committed[0]))}"
     names = [one.key for one in store.list()]
     if steps:
         return f"this is a root with {counted(len(steps), 'step folder')}, none of them committed"

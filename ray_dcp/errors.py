@@ -88,7 +88,9 @@ class NoCheckpointIdError(ConfigError, RuntimeError):
     """Nothing says where: no ``checkpoint_id``, and no writer or reader that has one. As torch, a ``RuntimeError``."""
 
     def __init__(self, role: str) -> None:
-        super().__init__("checkpoint_id", f"must be specified, as a path or URL, where no {role} has one")
+        super().__init__(
+            "checkpoint_id", f"must be specified: pass a path or URL; no {role} has one (is it an unset variable?)"
+        )
 
 
 class StoreError(RayDcpError, OSError):

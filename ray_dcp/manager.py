@@ -44,8 +44,11 @@ class CheckpointManager:
     ) -> None:
         found = root if root is not None else experiment_root()
         if found is None:
-            raise ConfigError("root", "pass a path or URL; only a TorchTrainer worker has a default")
-        self.root = absolute(found)
+            raise ConfigError(
+                "root",
+                "is None; pass a path or a URL (is it an unset variable?). Only a TorchTrainer worker has a default",
+            )
+        self.root = absolute(found, setting="root")
         self._group = group
         check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
         self._replica_check: dict[str, Any] = {

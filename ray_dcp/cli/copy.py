@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.progress_bar import progress_bar
 from ray_dcp.maintenance.copy import CopyReport, copy_checkpoint, plan_copy
+from ray_dcp.storage.place import absolute
 from ray_dcp.storage.urls import shown_url
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ def copy(arguments: argparse.Namespace) -> int:
     """Copy, and print what was copied. Raises where not all of it could be."""
     from ray_dcp.cli import output
 
-    plan = plan_copy(arguments.checkpoint, arguments.destination, overwrite=arguments.overwrite)
+    plan = plan_copy(
+        absolute(arguments.checkpoint, setting="CKPT"), arguments.destination, overwrite=arguments.overwrite
+    )
     with progress_bar("copy", plan.nbytes) as on_bytes:
         report = copy_checkpoint(plan, on_bytes=on_bytes)
     if arguments.json:

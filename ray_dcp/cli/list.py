@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +18,8 @@ from ray_dcp.catalog import (
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.urls import shown_url
+from ray_dcp.storage.place import absolute
+from ray_dcp.storage.urls import folder_name, shown_url
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -52,20 +52,21 @@ def list_root(arguments: argparse.Namespace) -> int:
     """List a root. Raises ``CheckpointNotFoundError`` where there is not even a root."""
     from ray_dcp.cli import output
 
-    store = open_store(arguments.root)
-    listing = RootListing(store.url, list_checkpoints(arguments.root), list_uncommitted(arguments.root))
+    root = absolute(arguments.root, setting="ROOT")
+    store = open_store(root)
+    listing = RootListing(store.url, list_checkpoints(root), list_uncommitted(root))
     nothing = not listing.checkpoints and not listing.uncommitted
     if nothing and not root_exists(store):
-        raise CheckpointNotFoundError(shown_url(arguments.root), "nothing is there")
+        raise CheckpointNotFoundError(shown_url(root), "nothing is there")
     if arguments.json:
         output.print_json(listing)
         return 0
     if listing.checkpoints:
         _print_checkpoints(listing)
     elif is_committed(store):
-        output.print_line(f"{shown_url(arguments.root)} is itself a checkpoint: see ray-dcp show")
+        output.print_line(f"{shown_url(root)} is itself a checkpoint: see ray-dcp show")
     else:
-        output.print_line(f"no checkpoints under {shown_url(arguments.root)}")
+        output.print_line(f"no checkpoints under {shown_url(root)}")
     if listing.uncommitted:
         output.print_line()
         output.print_line(f"{len(listing.uncommitted)} unfinished:", style="yellow")
@@ -96,4 +97,4 @@ def _print_checkpoints(listing: RootListing) -> None:
 
 
 def _name(one: CheckpointInfo | UncommittedFolder) -> str:
-    return posixpath.basename(one.checkpoint_id.partition("?")[0])
+    return folder_name(one.checkpoint_id)

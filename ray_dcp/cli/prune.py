@@ -13,6 +13,7 @@ from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, StoreError
 from ray_dcp.maintenance.sweep import GRACE_S, Leftover, SweepPlan, SweepReport, Waiting, delete_leftovers, plan_sweep
 from ray_dcp.storage.open import open_store
+from ray_dcp.storage.place import absolute
 from ray_dcp.storage.urls import shown_url
 
 if TYPE_CHECKING:
@@ -67,8 +68,9 @@ def prune_root(arguments: argparse.Namespace) -> int:
     """Print the plan, then carry it out. Raises where nothing could be planned, or not all could be deleted."""
     from ray_dcp.cli import output
 
-    _require_root(arguments.root)
-    plan = plan_sweep(arguments.root, grace_s=arguments.grace)
+    root = absolute(arguments.root, setting="ROOT")
+    _require_root(root)
+    plan = plan_sweep(root, grace_s=arguments.grace)
     if not arguments.json:
         _print_plan(plan)
     report = None if arguments.dry_run or plan.unreadable else delete_leftovers(plan)

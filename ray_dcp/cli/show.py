@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ray_dcp.cli.contents import CheckpointContents, read_contents
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.manifest import ranks_by_value
+from ray_dcp.storage.place import absolute
 from ray_dcp.storage.urls import shown_url
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def show_checkpoint(arguments: argparse.Namespace) -> int:
     """Show a checkpoint. Raises ``CheckpointNotFoundError`` where none is committed."""
     from ray_dcp.cli import output
 
-    contents = read_contents(arguments.checkpoint)
+    contents = read_contents(absolute(arguments.checkpoint, setting="CKPT"))
     if arguments.json:
         output.print_json(contents)
         return 0

@@ -19,7 +19,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.maintenance.verify import Unchecked, VerifyReport, plan_verify, verify_checkpoint
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.urls import join_url, shown_url
+from ray_dcp.storage.place import absolute
+from ray_dcp.storage.urls import folder_name, join_url, shown_url
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -68,7 +69,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
     if arguments.all:
         return _verify_root(arguments)
-    report = _verify_one(arguments.checkpoint, arguments)
+    report = _verify_one(absolute(arguments.checkpoint, setting="CKPT"), arguments)
     if arguments.json:
         output.print_json(report)
     else:
@@ -80,7 +81,7 @@ def verify(arguments: argparse.Namespace) -> int:
 def _verify_root(arguments: argparse.Namespace) -> int:
     from ray_dcp.cli import output
 
-    root = arguments.checkpoint
+    root = absolute(arguments.checkpoint, setting="CKPT")
     if is_committed(open_store(root)):
         raise ConfigError("--all", f"{shown_url(root)} is itself a checkpoint; leave out --all")
     found = list_checkpoints(root)
@@ -126,7 +127,7 @@ def _share(text: str) -> float | None:
 
 
 def _name(checkpoint_id: str) -> str:
-    return shown_url(checkpoint_id).partition("?")[0].rstrip("/").rpartition("/")[2]
+    return folder_name(checkpoint_id)
 
 
 def _require_whole(reports: Sequence[VerifyReport]) -> None:

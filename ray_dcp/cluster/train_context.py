@@ -5,13 +5,14 @@ Everything here answers None outside of a worker, and costs a dictionary look-up
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from ray_dcp.errors import ConfigError
-from ray_dcp.storage.urls import join_url
+from ray_dcp.storage.urls import BUCKETS, BucketUrl, join_url, url_scheme
 
 _CONTEXT_MODULE = "ray.train.v2._internal.execution.context"
 
@@ -61,7 +62,12 @@ def experiment_root() -> str | None:
             "this run has a storage_filesystem of its own, which no URL describes. "
             "Give CheckpointManager a root, or RunConfig a storage_path that is a URL.",
         )
-    return join_url(context.train_run_context.run_config.storage_path, storage.experiment_dir_name)
+    storage_path = context.train_run_context.run_config.storage_path
+    if url_scheme(storage_path) in BUCKETS:
+        # Ray's URLs are Arrow's, which have escapes such as %20 in their keys; ours have none.
+        bucket, _, prefix = str(storage.experiment_fs_path).partition("/")
+        return str(dataclasses.replace(BucketUrl.parse(storage_path), bucket=bucket, prefix=prefix))
+    return join_url(storage_path, storage.experiment_dir_name)
 
 
 def ray_num_to_keep() -> int | None:

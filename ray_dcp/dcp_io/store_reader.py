@@ -33,11 +33,12 @@ from ray_dcp.dcp_io.record_reads import RecordReads, WantedRecord
 from ray_dcp.dcp_io.record_tasks import Loaded, RecordTasks, count_as_changed, large_of
 from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, offer_of, share_rules, want_of
 from ray_dcp.dcp_io.shared_segment import Sharing
-from ray_dcp.errors import CorruptCheckpointError, StoreError
+from ray_dcp.errors import ConfigError, CorruptCheckpointError, StoreError
 from ray_dcp.layout import MANIFEST, METADATA
 from ray_dcp.manifest import DifferingReplicas, EntryTable, as_table, decode_manifest
 from ray_dcp.planning.shared_reads import NodeShare, ShareOffer, Want
 from ray_dcp.storage.open import open_store
+from ray_dcp.storage.place import absolute
 
 
 class StoreReader(StorageReader):
@@ -56,7 +57,7 @@ class StoreReader(StorageReader):
         sharing: Sharing | None = Sharing(),  # noqa: B008 - it is frozen
     ) -> None:
         super().__init__()
-        self.checkpoint_id = os.fspath(checkpoint_id) if checkpoint_id is not None else ""
+        self.checkpoint_id = absolute(checkpoint_id) if checkpoint_id is not None else ""
         self.trusted = trusted
         self.sharing = sharing
         self.nbytes_read = 0
@@ -75,7 +76,7 @@ class StoreReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.checkpoint_id = os.fspath(checkpoint_id)
+            self.checkpoint_id = absolute(checkpoint_id)
         self._opened = None
 
     def adopt(self, opened: OpenedCheckpoint) -> None:
@@ -168,7 +169,7 @@ class StoreReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
             open_store(checkpoint_id)
-        except StoreError:
+        except (ConfigError, StoreError):
             return False
         return True
 

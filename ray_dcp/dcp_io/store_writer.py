@@ -42,6 +42,7 @@ from ray_dcp.planning.state_dict import tensor_problem
 from ray_dcp.points import Point, reached
 from ray_dcp.storage.local import without_sync
 from ray_dcp.storage.open import open_store
+from ray_dcp.storage.place import absolute
 from ray_dcp.storage.store import Preallocates, Store, StoredObject
 from ray_dcp.storage.urls import shown_url
 from ray_dcp.version import __version__
@@ -78,7 +79,7 @@ class StoreWriter(StorageWriter):
         sync_files: bool = True,
     ) -> None:
         super().__init__()
-        self.checkpoint_id = os.fspath(checkpoint_id) if checkpoint_id is not None else ""
+        self.checkpoint_id = absolute(checkpoint_id) if checkpoint_id is not None else ""
         self.step = step
         self.metrics = _as_json_values(metrics or {})
         self.sync_files = sync_files
@@ -105,7 +106,7 @@ class StoreWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.checkpoint_id = os.fspath(checkpoint_id)
+            self.checkpoint_id = absolute(checkpoint_id)
         self._written_key = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +201,7 @@ class StoreWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
             open_store(checkpoint_id)
-        except StoreError:
+        except (ConfigError, StoreError):
             return False
         return True
 

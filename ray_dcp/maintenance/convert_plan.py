@@ -15,9 +15,10 @@ from ray_dcp.catalog import is_committed
 from ray_dcp.dcp_io.safetensors_folder import INDEX, INDEX_SUFFIX, ONE_FILE, SUFFIX
 from ray_dcp.dcp_io.safetensors_header import TEXTS, encode_header, has_dtype
 from ray_dcp.errors import ConfigError, ObjectNotFoundError, StateDictError
-from ray_dcp.maintenance.convert_source import Source, SourceValue, absolute, open_source
+from ray_dcp.maintenance.convert_source import Source, SourceValue, open_source
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
+from ray_dcp.storage.place import absolute
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import shown_url, split_url
 from ray_dcp.wording import joined
@@ -109,7 +110,7 @@ def plan_convert(source: str | os.PathLike[str], dest: str | os.PathLike[str], o
     Raises ``ConfigError`` where the destination is taken or an option does not fit, ``StateDictError`` for values that
     the destination's format cannot hold, naming all of them, and what ``open_source`` raises.
     """
-    where = absolute(dest)
+    where = absolute(dest, setting="DEST")
     kind = options.to or _kind_of(where)
     opened = open_source(source)
     chosen = _choose(opened.values, options)

@@ -25,7 +25,8 @@ from ray_dcp.maintenance.convert_memory import empty_tensor
 from ray_dcp.maintenance.convert_torch_file import TorchFile, is_torch_file
 from ray_dcp.planning.template import TemplatePlanner
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.urls import join_url, split_url, url_scheme
+from ray_dcp.storage.place import absolute
+from ray_dcp.storage.urls import join_url, split_url
 from ray_dcp.wording import first_lines
 
 _MAX_INDEX = 1 << 20
@@ -81,18 +82,12 @@ def open_source(location: str | os.PathLike[str]) -> Source:
 
     Raises ``CheckpointNotFoundError`` saying what is there instead, ``UnsafeDataError`` and ``CorruptCheckpointError``.
     """
-    where = absolute(location)
+    where = absolute(location, setting="SOURCE")
     folder, name = split_url(where)
     with suppress(ObjectNotFoundError):
         if folder and name and is_torch_file(open_store(folder), name):
             return TorchSource(where, TorchFile(open_store(folder), name), folder, name)
     return CheckpointSource(where)
-
-
-def absolute(location: str | os.PathLike[str]) -> str:
-    """``location`` as a URL or an absolute path, without a slash at the end."""
-    text = os.fsdecode(location)
-    return text if url_scheme(text) is not None else os.path.abspath(text)
 
 
 class CheckpointSource:

@@ -30,6 +30,7 @@ from ray_dcp.maintenance.verify_pieces import (
 )
 from ray_dcp.maintenance.verify_plan import VerifyPlan, plan_verify
 from ray_dcp.storage.open import open_store
+from ray_dcp.storage.place import absolute
 from ray_dcp.storage.store import FolderStore, Store
 from ray_dcp.storage.urls import join_url, shown_url, split_url
 from ray_dcp.wording import joined
@@ -88,7 +89,7 @@ def plan_copy(
     _require_own_files(plan)
     if plan.faults:
         raise _damaged(plan, plan.faults)
-    place = os.fsdecode(destination)
+    place = absolute(destination, setting="DESTINATION")
     store = open_store(place)
     if store.url.rstrip("/") == plan.store.url.rstrip("/"):
         raise ConfigError("DESTINATION", f"{shown_url(place)} is the checkpoint that is to be copied")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote
 
 from ray_dcp.errors import ConfigError
 from ray_dcp.storage.failures import store_errors
 from ray_dcp.storage.local import LocalStore
+from ray_dcp.storage.place import absolute
 from ray_dcp.storage.store import Store
-from ray_dcp.storage.urls import add_scheme, shown_url, url_scheme
+from ray_dcp.storage.urls import BucketUrl, add_scheme, shown_url, url_scheme
 
 if TYPE_CHECKING:
     from ray_dcp.storage.retry import RetryPolicy
@@ -35,16 +37,12 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     """Open the folder or bucket prefix at ``url``: a path, ``file://``, ``memory://``, ``s3://``, ``gs://``.
 
     It need not exist yet. Raises ``UnknownSchemeError`` for any other scheme that is not registered: to take such a
-    URL for a path would write to a local folder of that name.
+    URL for a path would write to a local folder of that name. What a place may be: see ``absolute``.
     """
-    text = os.fsdecode(url)
+    text = absolute(url, setting="url")
     scheme = url_scheme(text)
     if scheme is None:
-        if not text:
-            raise ConfigError("url", "is empty; give a folder or a URL")
         return LocalStore(text)
-    if scheme == "file":
-        return LocalStore(_file_path(text))
     if scheme == "memory":
         from ray_dcp.storage.memory import MemoryStore
 
@@ -54,20 +52,11 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     return _open_bucket(text, scheme)
 
 
-def _file_path(url: str) -> str:
-    parts = urlsplit(url, allow_fragments=False)
-    if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
-        raise ConfigError("url", f"a file URL is file:///folder, this one names no local folder: {url}")
-    return unquote(url[len("file://") + len(parts.netloc) :])
-
-
 def _open_bucket(url: str, scheme: str) -> Store:
     # Not on import: the command line lists a local folder without Arrow and tenacity.
     from ray_dcp.storage.parallel import ParallelStore
     from ray_dcp.storage.retry import RetryPolicy, RetryStore
 
-    if not urlsplit(url).hostname:
-        raise ConfigError("url", f"names no bucket: {shown_url(url)}")
     if scheme == "gs":
         policy = RetryPolicy.from_texts(RetryPolicy.texts_in(os.environ))
         return ParallelStore(RetryStore(_open_google(url, policy), policy))
@@ -86,11 +75,15 @@ def _open_google(url: str, policy: RetryPolicy) -> Store:
 
     from ray_dcp.storage.arrow import ArrowStore
 
+    parts = BucketUrl.parse(url)
     # Else Google's client tries again by itself, for a quarter of an hour.
-    limit = "" if "retry_limit_seconds" in url else f"retry_limit_seconds={policy.max_elapsed_s:g}"
+    limit = "" if "retry_limit_seconds" in parts.query else f"retry_limit_seconds={policy.max_elapsed_s:g}"
+    query = "&".join(filter(None, (parts.query, limit)))
+    # Arrow's URLs have escapes in their keys, ours have none.
+    for_arrow = dataclasses.replace(parts, prefix=quote(parts.prefix), query=query)
     try:
-        with store_errors("open", url=shown_url(url)):
-            filesystem, base = FileSystem.from_uri(f"{url}{'&' if '?' in url else '?'}{limit}" if limit else url)
+        with store_errors("open", url=url):
+            filesystem, _ = FileSystem.from_uri(str(for_arrow))
     except ArrowInvalid as error:
-        raise ConfigError("url", shown_url(str(error))) from None
-    return ArrowStore(filesystem, base, url=url)
+        raise ConfigError("url", str(error).replace(str(for_arrow), shown_url(url))) from None
+    return ArrowStore(filesystem, parts.path, url=url)

@@ -6,17 +6,15 @@ import functools
 import os
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import pyarrow
 from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem, resolve_s3_region
 
-from ray_dcp.errors import ConfigError
 from ray_dcp.storage.arrow import ArrowStore
 from ray_dcp.storage.failures import store_errors
 from ray_dcp.storage.retry import RetryPolicy, try_again
 from ray_dcp.storage.s3_options import S3Options
-from ray_dcp.storage.urls import shown_url
+from ray_dcp.storage.urls import BucketUrl
 
 _MAX_CLIENT_WAIT_S = 20
 
@@ -31,13 +29,13 @@ class S3Store(ArrowStore):
     """
 
     def __init__(self, url: str) -> None:
-        base = _base(url)
+        place = BucketUrl.parse(url)
         options = S3Options.from_url(url, os.environ)
-        connection = connect(options, _bucket(url))
+        connection = connect(options, place.bucket)
         self.options = options
         self.part_attempts = part_attempts(options.retry)
         super().__init__(
-            connection.requests, base, url=url, uploads=connection.uploads, max_parallel=options.max_parallel
+            connection.requests, place.path, url=url, uploads=connection.uploads, max_parallel=options.max_parallel
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,17 +101,3 @@ def _client(options: S3Options, region: str | None, *, attempts: int, is_delayed
         allow_delayed_open=is_delayed,
         retry_strategy=AwsStandardS3RetryStrategy(max_attempts=attempts),
     )
-
-
-def _bucket(url: str) -> str:
-    bucket = urlsplit(url, allow_fragments=False).netloc.rpartition("@")[2]
-    if not bucket or set(": \t") & set(bucket):
-        raise ConfigError("url", f"names no bucket: {shown_url(url)}")
-    return bucket
-
-
-def _base(url: str) -> str:
-    path = urlsplit(url, allow_fragments=False).path
-    if any(character.isspace() for character in path):
-        raise ConfigError("url", f"has a space in it; write it %20: {shown_url(url)}")
-    return f"{_bucket(url)}/{unquote(path).strip('/')}".rstrip("/")

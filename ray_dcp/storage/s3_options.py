@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from ray_dcp.errors import ConfigError
 from ray_dcp.storage.retry import RetryPolicy
 from ray_dcp.storage.settings import count_from, flag_from, require_count, require_seconds, seconds_from
-from ray_dcp.storage.urls import shown_url
+from ray_dcp.storage.urls import BucketUrl, shown_url
 
 _VARIABLE_PREFIX = "RAY_DCP_S3_"
 _RETRY_PREFIX = "retry_"
@@ -93,14 +93,13 @@ class S3Options:
 
     def url(self, place: str) -> str:
         """``place``, an ``s3://`` URL, with all of this in it. Raises ``ConfigError`` where ``place`` says some too."""
-        parts = urlsplit(place, allow_fragments=False)
-        if parts.scheme != "s3" or not parts.hostname:
+        if not place.startswith("s3://"):
             raise ConfigError("place", f"begins with s3://bucket, this does not: {shown_url(place)}")
-        if parts.query or parts.username:
+        parts = BucketUrl.parse(place)
+        if parts.query or parts.keys:
             raise ConfigError("place", f"says how to reach it already: {shown_url(place)}")
-        who = f"{quote(self.access_key, '')}:{quote(self.secret_key or '', '')}@" if self.access_key is not None else ""
-        query = urlencode(self._texts())
-        return f"s3://{who}{parts.netloc}{parts.path}{'?' + query if query else ''}"
+        keys = f"{quote(self.access_key, '')}:{quote(self.secret_key or '', '')}" if self.access_key is not None else ""
+        return str(dataclasses.replace(parts, keys=keys, query=urlencode(self._texts())))
 
     def _texts(self) -> dict[str, str]:
         """What differs from the defaults, by the name of the URL's parameter, keys left out."""
@@ -139,20 +138,25 @@ class S3Options:
 
     @classmethod
     def _texts_of(cls, url: str) -> dict[str, str]:
-        parts = urlsplit(url, allow_fragments=False)
+        parts = BucketUrl.parse(url)
         texts: dict[str, str] = {}
         known = {s.name for s in dataclasses.fields(cls)} - {"access_key", "secret_key", "retry"}
         known |= {_RETRY_PREFIX + setting.name for setting in dataclasses.fields(RetryPolicy)}
         for given, text in parse_qsl(parts.query, keep_blank_values=True):
             name = _OTHER_NAMES.get(given, given)
             if name not in known and name not in _IGNORED:
-                raise ConfigError("url", f"unknown parameter {given!r}; known are {', '.join(sorted(known))}")
+                raise ConfigError(
+                    "url",
+                    f"unknown parameter {given!r}; known are {', '.join(sorted(known))}. "
+                    "Parameters follow a question mark, so there can be none in a name",
+                )
             texts[name] = text
         for name in _IGNORED:
             texts.pop(name, None)
-        if parts.username:
-            texts["access_key"] = unquote(parts.username)
-            texts["secret_key"] = unquote(parts.password or "")
+        if parts.keys:
+            access_key, _, secret_key = parts.keys.partition(":")
+            texts["access_key"] = unquote(access_key)
+            texts["secret_key"] = unquote(secret_key)
         return texts
 
 

@@ -4,20 +4,68 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 
 from ray_dcp.errors import ConfigError, UnknownSchemeError, without_keys
 
 SCHEMES = ("file", "gs", "memory", "s3")
 """Those that are built in."""
+BUCKETS = ("gs", "s3")
+"""Those whose URLs may have keys in front of the bucket and parameters behind a question mark."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/+)")
 _SCHEME_NAME = re.compile(r"[a-z][a-z0-9+.-]*")
+_WITHOUT_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}):", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _added: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class BucketUrl:
+    """The parts of a bucket's URL, as they are written: nothing in a key is an escape, ``%20`` least of all."""
+
+    scheme: str
+    keys: str
+    """``user:secret``, quoted; mostly empty."""
+    bucket: str
+    prefix: str
+    """Without slashes at its ends."""
+    query: str
+
+    @classmethod
+    def parse(cls, url: str) -> BucketUrl:
+        """Raises ``ConfigError`` for a URL that names no bucket, or no place in it that each tool would find."""
+        scheme, _, rest = url.partition("://")
+        place, _, query = rest.partition("?")
+        authority, _, prefix = place.partition("/")
+        keys, _, bucket = authority.rpartition("@")
+        if not bucket or set(": \t") & set(bucket):
+            raise ConfigError(
+                "url",
+                f"names no bucket: {without_keys(url)} (keys with a / in them are quoted: S3Options.url does)",
+            )
+        if _CONTROL.search(place):
+            raise ConfigError("url", f"has a line break or another control character in it: {without_keys(url)!r}")
+        prefix = prefix.strip("/")
+        if prefix and any(name in ("", ".", "..") for name in prefix.split("/")):
+            raise ConfigError("url", f"has an empty name, . or .. in it: {without_keys(url)}")
+        return cls(scheme.lower(), keys, bucket, prefix, query)
+
+    def __str__(self) -> str:
+        keys, query = self.keys and f"{self.keys}@", self.query and f"?{self.query}"
+        return f"{self.scheme}://{keys}{self.path}{query}"
+
+    @property
+    def path(self) -> str:
+        """Bucket and prefix."""
+        return f"{self.bucket}/{self.prefix}" if self.prefix else self.bucket
 
 
 def url_scheme(url: str) -> str | None:
     """The scheme of a URL, built in or added; None for a path. Raises ``UnknownSchemeError`` for others."""
     match = _SCHEME.match(url)
     if match is None:
+        if bare := _WITHOUT_SLASHES.match(url):
+            raise UnknownSchemeError(f"a URL starts with {bare[1]}://; a folder is written ./{url}", url=shown_url(url))
         return None
     scheme, slashes = match[1], match[2]
     if scheme.lower() not in SCHEMES and scheme.lower() not in _added:
@@ -42,8 +90,7 @@ def add_scheme(scheme: str) -> None:
 
 def join_url(url: str | os.PathLike[str], *names: str) -> str:
     """The path or URL of what lies below ``url``; query parameters stay at the end."""
-    text = os.fsdecode(url)
-    head, mark, query = text.partition("?") if url_scheme(text) in ("s3", "gs") else (text, "", "")
+    head, mark, query = _before_query(os.fsdecode(url))
     head = head if head.endswith("://") else head.rstrip("/") + "/"
     return head + "/".join(names) + mark + query
 
@@ -53,8 +100,9 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
 
     Above a whole bucket lies ``s3://``, which no store opens.
     """
-    text = os.fsdecode(url)
-    head, mark, query = text.partition("?") if url_scheme(text) in ("s3", "gs") else (text, "", "")
+    head, mark, query = _before_query(os.fsdecode(url))
+    if head.endswith("://"):
+        return head + mark + query, ""
     parent, slash, name = head.rstrip("/").rpartition("/")
     if parent.endswith(":/"):
         parent += slash
@@ -63,6 +111,25 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     return parent + mark + query, name
 
 
+def name_below(url: str, place: str) -> str | None:
+    """What ``join_url`` was given to make ``place`` of ``url``, its names joined by slashes; None where it did not."""
+    (head, _, query), (place_head, _, place_query) = _before_query(url), _before_query(place)
+    above = head if head.endswith("://") else head.rstrip("/") + "/"
+    if query != place_query or not place_head.startswith(above):
+        return None
+    return place_head[len(above) :].strip("/") or None
+
+
+def folder_name(url: str) -> str:
+    """The name of the last folder of a path or URL."""
+    return split_url(url)[1]
+
+
 def shown_url(url: str) -> str:
-    """``url`` without the keys that a bucket's URL may have."""
+    """``url`` as a message may show it: without the keys and parameters that a bucket's URL may have."""
     return without_keys(url)
+
+
+def _before_query(text: str) -> tuple[str, str, str]:
+    """A path has no query: a question mark in it is part of a name."""
+    return text.partition("?") if url_scheme(text) in BUCKETS else (text, "", "")

@@ -15,7 +15,8 @@ from ray_dcp.cluster.train_context import experiment_root
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from ray_dcp.layout import METADATA, POINTER
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.urls import url_scheme
+from ray_dcp.storage.place import absolute
+from ray_dcp.storage.urls import name_below, url_scheme
 
 if TYPE_CHECKING:
     from ray_dcp.catalog import CheckpointInfo
@@ -104,16 +105,13 @@ def _name_inside_run(checkpoint_id: str) -> str | None:
         return None
     if root is None:
         raise ConfigError("checkpoint", "ray_dcp.train.report works inside a TorchTrainer worker only")
-    if url_scheme(checkpoint_id) in (None, "file"):
+    place = absolute(checkpoint_id, setting="checkpoint")
+    if url_scheme(place) is None:
         if url_scheme(root) is not None:
             return None
-        inside = os.path.relpath(os.path.realpath(open_store(checkpoint_id).url), os.path.realpath(root))
+        inside = os.path.relpath(os.path.realpath(place), os.path.realpath(root))
         return None if inside.split(os.sep)[0] in (os.pardir, os.curdir) else inside
-    head, _, query = checkpoint_id.partition("?")
-    root_head, _, root_query = root.partition("?")
-    if query != root_query or not head.startswith(f"{root_head}/"):
-        return None
-    return head[len(root_head) + 1 :].strip("/") or None
+    return name_below(absolute(root), place)
 
 
 def _require_committed(filesystem: FileSystem, path: str, checkpoint_id: str) -> None:

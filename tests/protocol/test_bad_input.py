@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,15 +75,18 @@ def test_a_file_where_a_folder_should_be(tmp_path, direction):
     assert (tmp_path / "c").read_text() == "precious"
 
 
-@pytest.mark.parametrize("direction", ["save", "load"])
-def test_an_unknown_scheme(tmp_path, monkeypatch, direction):
+@pytest.mark.parametrize("place", ["hdfsx://host/c", Path("s3://bucket/c"), "", "s3:/bucket/c", 5, Path("")], ids=repr)
+@pytest.mark.parametrize("calls", [dcp.save, dcp.async_save, dcp.load])
+def test_what_is_no_place_is_refused_on_all_ranks(tmp_path, monkeypatch, calls, place):
     monkeypatch.chdir(tmp_path)
-    place = "hdfsx://host/c"
-    state_of = {"w": torch.ones(4)}
-    error = load_failure(place) if direction == "load" else save_failure(place, lambda rank: state_of)
-    assert isinstance(error.__cause__, UnknownSchemeError)
-    assert "hdfsx" in str(error)
-    assert "s3://" in str(error)
+    ranks = ThreadRanks(2)
+    errors = ranks.run(
+        lambda rank: calls({"w": torch.ones(4)}, checkpoint_id=place, group=ThreadGroup(ranks, rank)),
+    )
+    for error in errors:
+        assert isinstance(error, CheckpointException)
+        assert isinstance(error.__cause__, UnknownSchemeError if ":/" in str(place) else ConfigError)
+        assert "s3://" in str(error) or "pass" in str(error)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -235,7 +239,7 @@ class ThreadGroup:
 
 REFUSED_BEFORE_THE_CALL = {
     "checkpoint_id of save": lambda group, root: dcp.save({"w": torch.ones(4)}, checkpoint_id=5, group=group),
-    "checkpoint_id of load": lambda group, root: dcp.load(template(), checkpoint_id=b"/c", group=group),
+    "checkpoint_id of load": lambda group, root: dcp.load(template(), checkpoint_id=5.5, group=group),
     "metrics": lambda group, root: dcp.CheckpointManager(root, group=group).save(1, {}, metrics={"loss": object()}),
     "step of save": lambda group, root: dcp.CheckpointManager(root, group=group).async_save("1", {}),
     "step of load": lambda group, root: dcp.CheckpointManager(root, group=group).load(template(), step="1"),
@@ -258,7 +262,8 @@ def test_an_argument_that_one_rank_refuses_is_told_to_the_others(tmp_path, argum
     assert isinstance(other, CheckpointException)
     assert (other.failed_ranks, other.phase) == ((1,), "collect")
     assert isinstance(refusing, TypeError | ValueError)
-    assert type(refusing).__name__ in str(other)
+    own = refusing.__cause__ if isinstance(refusing, CheckpointException) else refusing
+    assert type(own).__name__ in str(other)
     state = {"w": torch.ones(4)}
     saved = ranks.run(lambda rank: dcp.save(state, checkpoint_id=tmp_path / "c", group=groups[rank]))
     assert not any(isinstance(outcome, BaseException) for outcome in saved)

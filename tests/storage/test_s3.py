@@ -262,7 +262,7 @@ def test_a_parameter_that_is_wrong_is_named(url, setting):
 
 @pytest.mark.parametrize("place", ["s3://b/x?region=y", "s3://a:b@b/x", "/folder", "gs://b/x", "s3:///x"])
 def test_options_go_into_a_plain_url_only(place):
-    with pytest.raises(ConfigError, match="place"):
+    with pytest.raises(ConfigError, match=r"place|names no bucket"):
         S3Options(region="here").url(place)
 
 
@@ -317,9 +317,21 @@ def test_a_bucket_that_is_not_there_is_told_at_once(seaweed, s3_url, proxy):
     assert not isinstance(caught.value, StoreUnavailableError)
 
 
-def test_a_percent_sign_in_a_url_is_read_as_in_any_url(s3_url, seaweed):
-    open_store(f"{s3_url}/a%20b").put("key", b"x")
-    assert seaweed.get(f"{s3_url.removeprefix('s3://')}/a b/key") == b"x"
+@pytest.mark.parametrize(
+    "name", ["a b", "a%20b", "a+b", "a#b", "ä=&;,~", "a%2Fb%", " a ", "a\u2028b", "step-00000001 (copy)"]
+)
+def test_what_is_written_in_a_url_is_the_key_letter_for_letter(s3_url, seaweed, name):
+    open_store(f"{s3_url}/{name}").put("key", b"x")
+    assert seaweed.get(f"{s3_url.removeprefix('s3://')}/{name}/key") == b"x"
+    assert open_store(s3_url).list_folders() == [name]
+    assert open_store(f"{s3_url}/{name}").get("key") == b"x"
+    assert [one.key for one in open_store(s3_url).list()] == [f"{name}/key"]
+
+
+@pytest.mark.parametrize("place", ["s3://b/a\nb", "s3://b/a//b", "s3://b/../c", "s3://b/a/./c", "s3://b/a?b"])
+def test_what_not_every_tool_would_find_is_refused(place):
+    with pytest.raises(ConfigError, match="url"):
+        open_store(place)
 
 
 @pytest.mark.parametrize(("policy", "attempts"), [((20, 120), 6), ((3, 120), 3), ((20, 3), 1), ((20, 4), 2)])

@@ -159,3 +159,31 @@ def test_keys_in_a_url_are_not_stored_with_the_checkpoint(seaweed):
     for one in store.list():
         content = store.get(one.key)
         assert not any(key.encode() in content for key in (SECRET_KEY, quote(SECRET_KEY, "")))
+
+
+@pytest.mark.parametrize("name", ["run 7 + more", "100%20%", "läuft?"])
+def test_every_command_takes_a_prefix_of_any_name(s3_url, tmp_path, name, capsys):
+    """A question mark is the one letter that a URL cannot have in a key; below the URL there may be any."""
+    root = s3_url if "?" in name else f"{s3_url}/{name}"
+    saved = {"w": bits(1, 1000)}
+    manager = CheckpointManager(root)
+    manager.save(1, saved)
+    manager.save(2, saved)
+    assert [info.checkpoint_id for info in manager.list()] == [f"{root}/step-0000000{step}" for step in (1, 2)]
+    found = {"w": torch.zeros(1000, dtype=torch.uint8)}
+    assert manager.load(found) == 2
+    require_same(found, saved)
+    if "?" in name:
+        open_store(root).put(f"{name}/notes?.txt", b"x")
+        assert f"{name}/notes?.txt" in [one.key for one in open_store(root).list()]
+        assert open_store(root).get(f"{name}/notes?.txt") == b"x"
+    place = f"{root}/step-00000001"
+    open_store(root).put(f"step-00000003/__0_0_{'0' * 24}.distcp", b"left by a killed save")
+    for command in (["list", root], ["show", place], ["verify", place], ["verify", "--all", root]):
+        assert main(command) == 0, command
+    assert main(["prune", root, "--grace", "0"]) == 0
+    assert not any("step-00000003/_" in one.key for one in open_store(root).list())
+    assert main(["copy", place, f"{root} (copy)"]) == 0
+    assert main(["copy", f"{root} (copy)", str(tmp_path / "back")]) == 0
+    assert main(["verify", str(tmp_path / "back")]) == 0
+    assert "step-00000001" in capsys.readouterr().out
