@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from ray_dcp import stateful as stateful
     from ray_dcp import storage as storage
     from ray_dcp import train as train
-    from ray_dcp import utils as utils
     from ray_dcp.api import AsyncSaveResponse, LoadReport, async_save, load, save
     from ray_dcp.catalog import CheckpointInfo
     from ray_dcp.cluster.current import current_group

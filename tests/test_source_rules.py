@@ -9,7 +9,7 @@ import ray_dcp.layout
 
 PACKAGE = Path(ray_dcp.layout.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-MAX_LINES = 350
+MAX_LINES = 450
 DRAWERS = {"utils", "util", "helpers", "helper", "common", "core", "misc", "types"}
 each_source = pytest.mark.parametrize("source", SOURCES, ids=[str(source.relative_to(PACKAGE)) for source in SOURCES])
 
