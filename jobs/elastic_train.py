@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -99,6 +100,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="in one step; shared out evenly, so a multiple of each number of workers from MIN to MAX (default: 12)",
     )
     course.add_argument("--checkpoint-every", type=int, default=5, metavar="STEPS", help="(default: 5)")
+    course.add_argument(
+        "--dropout",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop values, others on each worker: losses then depend on how many workers there are, and only steps "
+        "that are repeated on as many are compared (default: 0)",
+    )
     course.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
     course.add_argument("--seed", type=int, default=0, help="(default: 0)")
     course.add_argument(
@@ -140,6 +149,8 @@ def _require_possible(parser: argparse.ArgumentParser, options: argparse.Namespa
     uneven = [workers for workers in range(low, high + 1) if options.sequences < 1 or options.sequences % workers]
     if uneven:
         parser.error(f"--sequences {options.sequences} can't be shared out evenly to {uneven[0]} workers")
+    if not 0 <= options.dropout < 1:
+        parser.error(f"--dropout {options.dropout}: a share from 0 to below 1")
     if options.checkpoint_every < 1 or options.steps < 4 * options.checkpoint_every:
         parser.error("--steps must be at least four times --checkpoint-every, which must be at least 1")
     if options.address is None and options.kill != "none" and low == high:
@@ -186,6 +197,7 @@ def _cluster(options: argparse.Namespace, console: Any) -> Iterator[Any]:
 
 def _run(options: argparse.Namespace, storage: str, nodes: Any, console: Any) -> Any:
     import elastic
+    from elastic.gpt import GptShape
     from elastic.learner import Course
     from elastic.picture import Picture
     from elastic.run import RunSettings, run_elastically
@@ -195,7 +207,12 @@ def _run(options: argparse.Namespace, storage: str, nodes: Any, console: Any) ->
     # Workers get this code from here, wherever they run and whatever they can import.
     cloudpickle.register_pickle_by_value(elastic)
     settings = RunSettings(
-        course=Course(seed=options.seed, num_steps=options.steps, sequences_per_step=options.sequences),
+        course=Course(
+            seed=options.seed,
+            num_steps=options.steps,
+            sequences_per_step=options.sequences,
+            shape=GptShape(dropout=options.dropout),
+        ),
         name=f"elastic-{time.strftime('%Y%m%d-%H%M%S')}",
         storage=storage,
         min_workers=options.workers[0],
@@ -208,7 +225,7 @@ def _run(options: argparse.Namespace, storage: str, nodes: Any, console: Any) ->
         kill_step=_kill_step(options),
         whole_node=nodes is not None or options.kill_node,
         # Seen on CPUs: 3e-7. A state that is not restored whole shows from 1e-4 on.
-        tolerance=options.tolerance or (1e-3 if options.use_gpu else 1e-5),
+        tolerance=options.tolerance or (math.inf if options.dropout else 1e-3 if options.use_gpu else 1e-5),
         timeout_s=options.timeout,
     )
     with Picture(console, options.steps) as picture:

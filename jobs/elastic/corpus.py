@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,15 +18,18 @@ def standard_library_bytes() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
-def global_batch(
-    text: torch.Tensor, *, seed: int, step: int, num_sequences: int, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inputs and the next bytes of one step, ``[num_sequences, length]`` each.
+class Windows:
+    """A text cut into samples of ``length`` bytes, each with the byte that follows."""
 
-    They depend on ``seed`` and ``step`` alone: whoever resumes at a step, on however many workers, trains on what
-    an uninterrupted run would have trained on.
-    """
-    random = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(0, len(text) - length - 1, (num_sequences,), generator=random)
-    windows = torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
-    return windows[:, :-1], windows[:, 1:]
+    def __init__(self, text: torch.Tensor, length: int) -> None:
+        self._text = text
+        self._length = length
+
+    def __len__(self) -> int:
+        return (len(self._text) - 1) // self._length
+
+    def batch(self, numbers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs and the next bytes of the samples ``numbers``, ``[len(numbers), length]`` each."""
+        starts = [number * self._length for number in numbers]
+        windows = torch.stack([self._text[start : start + self._length + 1] for start in starts]).long()
+        return windows[:, :-1], windows[:, 1:]

@@ -18,10 +18,12 @@ class GptShape:
     width: int = 128
     context: int = 128
     num_bytes: int = 256
+    dropout: float = 0.0
+    """Which values are dropped depends on each worker's random state, so on how many workers there are."""
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward layer, each with a residual connection. No dropout: a step is exact."""
+    """Causal attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
@@ -33,14 +35,15 @@ class Block(nn.Module):
         self.feed_forward = nn.Sequential(
             nn.Linear(shape.width, 4 * shape.width), nn.GELU(), nn.Linear(4 * shape.width, shape.width)
         )
+        self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, length, width = hidden.shape
         projected = self.query_key_value(self.attention_norm(hidden))
         query, key, value = projected.view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+        hidden = hidden + self.dropout(self.attention_out(attended.transpose(1, 2).reshape(batch, length, width)))
+        return hidden + self.dropout(self.feed_forward(self.feed_forward_norm(hidden)))
 
 
 class Gpt(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -67,6 +68,12 @@ def verdict_line(comparison: Comparison) -> str:
     """Say in one sentence whether the losses are those of an uninterrupted run."""
     if comparison.steps_missing:
         return f"[red]Steps were never finished: {_listed(comparison.steps_missing)}."
+    if comparison.steps_unlike:
+        return (
+            f"[red]Repeated on as many workers, the loss was another one at steps {_listed(comparison.steps_unlike)}."
+        )
+    if comparison.tolerance == math.inf and not comparison.steps_off:
+        return "[green]Every step was done; losses are not compared, since other workers drop other values."
     size = f"largest relative deviation {comparison.max_relative_deviation:.1e}, tolerance {comparison.tolerance:.1e}"
     if comparison.steps_off:
         return f"[red]The loss is not that of an uninterrupted run at steps {_listed(comparison.steps_off)} ({size})."

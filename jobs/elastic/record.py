@@ -48,10 +48,12 @@ class Comparison:
     """Steps with a loss outside the tolerance, sorted."""
     steps_missing: tuple[int, ...]
     """Steps that no worker group finished, sorted."""
+    steps_unlike: tuple[int, ...] = ()
+    """Steps that the next group of the same size did again, with a loss that differs in any bit; sorted."""
 
     @property
     def matches(self) -> bool:
-        return not self.steps_off and not self.steps_missing
+        return not self.steps_off and not self.steps_missing and not self.steps_unlike
 
 
 class RunRecord:
@@ -101,8 +103,12 @@ class RunRecord:
             for before, after in itertools.pairwise(trained)
         ]
 
-    def compare(self, reference: Sequence[float], tolerance: float) -> Comparison:
-        """Compare every finished step, repeated ones as often as they were done. ``reference[0]`` is step 1."""
+    def compare(self, reference: Sequence[float], tolerance: float, *, exact_repeats: bool = False) -> Comparison:
+        """Compare every finished step, repeated ones as often as they were done. ``reference[0]`` is step 1.
+
+        ``exact_repeats``: a step that is repeated on as many workers as the first time, with none between, has to have
+        the same loss to the last bit.
+        """
         largest, off, done = 0.0, set(), set()
         for stretch in self.trained:
             for step in stretch.steps:
@@ -114,4 +120,14 @@ class RunRecord:
                 if not deviation <= tolerance:
                     off.add(step.step)
         missing = set(range(1, len(reference) + 1)) - done
-        return Comparison(largest, tolerance, tuple(sorted(off)), tuple(sorted(missing)))
+        unlike = self._repeated_otherwise() if exact_repeats else set()
+        return Comparison(largest, tolerance, tuple(sorted(off)), tuple(sorted(missing)), tuple(sorted(unlike)))
+
+    def _repeated_otherwise(self) -> set[int]:
+        """Steps with another loss than in the stretch before, which was of the same size."""
+        unlike: set[int] = set()
+        for before, after in itertools.pairwise(self.trained):
+            if before.world_size == after.world_size:
+                losses = {step.step: step.loss for step in before.steps}
+                unlike |= {step.step for step in after.steps if losses.get(step.step, step.loss) != step.loss}
+        return unlike

@@ -41,7 +41,7 @@ def train_and_checkpoint(config: dict[str, Any]) -> None:
     learner = Learner(course, get_device(), rank=rank, world_size=world_size)
     # Without a root it works in the run's experiment folder; the ranks find each other by themselves.
     checkpoints = dcp.CheckpointManager()
-    checkpoints.load({"learner": learner})
+    checkpoints.load({"learner": learner.state})
     group = broadcast_from_rank_zero(os.urandom(4).hex())
     node_id = ray.get_runtime_context().get_node_id()
     board.pin(WorkerStarted(group, rank, world_size, node_id, os.getpid(), learner.step, time.time()))
@@ -64,7 +64,7 @@ def train_and_checkpoint(config: dict[str, Any]) -> None:
 
 
 def _save(checkpoints: dcp.CheckpointManager, learner: Learner, metrics: dict[str, Any]) -> Callable[[], None]:
-    info = checkpoints.save(learner.step, {"learner": learner}, metrics=metrics)
+    info = checkpoints.save(learner.step, {"learner": learner.state}, metrics=metrics)
     report(metrics, checkpoint=info)
     return _nothing_to_report
 
@@ -73,7 +73,7 @@ def _save_in_background(
     checkpoints: dcp.CheckpointManager, learner: Learner, metrics: dict[str, Any]
 ) -> Callable[[], None]:
     step = learner.step
-    response = checkpoints.async_save(step, {"learner": learner}, metrics=metrics)
+    response = checkpoints.async_save(step, {"learner": learner.state}, metrics=metrics)
 
     def report_saved() -> None:
         # All ranks report at the same place in their loop: Ray waits there for all of them.

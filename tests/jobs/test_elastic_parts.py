@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from elastic.board import SaveReturned, StepDone, WorkerStarted
-from elastic.corpus import global_batch, standard_library_bytes
+from elastic.corpus import Windows, standard_library_bytes
 from elastic.gpt import GptShape
 from elastic.learner import Course, Learner, uninterrupted_losses
 from elastic.record import Resume, RunRecord
@@ -25,23 +26,22 @@ def started(group: str, rank: int, world_size: int, resumed_step: int = 0, node:
     return WorkerStarted(group, rank, world_size, node, 100 + rank, resumed_step, 0.0)
 
 
-def test_a_batch_depends_on_seed_and_step_alone() -> None:
+def test_the_samples_are_the_text_cut_in_pieces() -> None:
     text = standard_library_bytes()
-    inputs, targets = global_batch(text, seed=3, step=7, num_sequences=12, length=16)
-    again, _ = global_batch(text, seed=3, step=7, num_sequences=12, length=16)
-    assert torch.equal(inputs, again)
+    windows = Windows(text, 16)
+    inputs, targets = windows.batch([0, 1, len(windows) - 1])
+    assert torch.equal(torch.cat([inputs[0], inputs[1]]), text[:32].long())
+    assert torch.equal(targets[0], text[1:17].long())
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    for other in ({"seed": 4, "step": 7}, {"seed": 3, "step": 8}):
-        assert not torch.equal(inputs, global_batch(text, num_sequences=12, length=16, **other)[0])
 
 
 def test_a_learner_that_resumes_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     expected = uninterrupted_losses(SMALL)
     first = Learner(SMALL, CPU)
     losses = [first.train_one_step() for _ in range(5)]
-    dcp.save({"learner": first}, checkpoint_id=tmp_path / "five", no_dist=True)
+    dcp.save({"learner": first.state}, checkpoint_id=tmp_path / "five", no_dist=True)
     second = Learner(SMALL, CPU)
-    dcp.load({"learner": second}, checkpoint_id=tmp_path / "five", no_dist=True)
+    dcp.load({"learner": second.state}, checkpoint_id=tmp_path / "five", no_dist=True)
     assert second.step == 5
     assert second._schedule.get_last_lr() == first._schedule.get_last_lr()
     assert [group["lr"] for group in second._optimizer.param_groups] == first._schedule.get_last_lr()
@@ -50,22 +50,56 @@ def test_a_learner_that_resumes_goes_on_as_if_nothing_had_happened(tmp_path: Pat
 
 
 def test_a_checkpoint_of_another_seed_is_refused(tmp_path: Path) -> None:
-    dcp.save({"learner": Learner(SMALL, CPU)}, checkpoint_id=tmp_path / "seed-0", no_dist=True)
+    dcp.save({"learner": Learner(SMALL, CPU).state}, checkpoint_id=tmp_path / "seed-0", no_dist=True)
     other = Learner(Course(seed=1, shape=SMALL.shape), CPU)
     with pytest.raises(dcp.CheckpointException, match="seed 0"):
-        dcp.load({"learner": other}, checkpoint_id=tmp_path / "seed-0", no_dist=True)
+        dcp.load({"learner": other.state}, checkpoint_id=tmp_path / "seed-0", no_dist=True)
 
 
-@pytest.mark.parametrize("forgotten", ["optimizer", "schedule", "step"])
+DROPPING = replace(SMALL, shape=replace(SMALL.shape, dropout=0.2))
+
+
+def test_with_dropout_a_learner_resumes_to_the_last_bit(tmp_path: Path) -> None:
+    expected = uninterrupted_losses(DROPPING)
+    first = Learner(DROPPING, CPU)
+    losses = [first.train_one_step() for _ in range(5)]
+    dcp.save({"learner": first.state}, checkpoint_id=tmp_path, no_dist=True)
+    second = Learner(DROPPING, CPU)
+    torch.manual_seed(12345)
+    dcp.load({"learner": second.state}, checkpoint_id=tmp_path, no_dist=True)
+    losses += [second.train_one_step() for _ in range(7)]
+    assert losses == expected
+    assert losses != uninterrupted_losses(SMALL)
+
+
+def test_every_sample_is_seen_once_whatever_number_of_workers_there_is(tmp_path: Path) -> None:
+    """One process acts for all workers of a size in turn; checkpoints carry the position on."""
+    course = replace(SMALL, sequences_per_step=12)
+    seen: list[int] = []
+    for number, (world_size, num_steps) in enumerate(((4, 3), (2, 2), (3, 4), (1, 2))):
+        learners = [Learner(course, CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
+        for learner in learners if number else ():
+            dcp.load({"learner": learner.state}, checkpoint_id=tmp_path / str(number - 1), no_dist=True)
+        for _ in range(num_steps):
+            batches = [next(learner._batches) for learner in learners]
+            assert {len(batch) for batch in batches} == {12 // world_size}
+            seen += [sample for batch in batches for sample in batch]
+        dcp.save({"learner": learners[0].state}, checkpoint_id=tmp_path / str(number), no_dist=True)
+    whole = Learner(course, CPU)
+    assert [seen[i : i + 12] for i in range(0, len(seen), 12)] == [next(whole._batches) for _ in range(11)]
+    assert len(set(seen)) == len(seen) == 11 * 12
+
+
+@pytest.mark.parametrize("forgotten", ["optim", "scheduler", "data"])
 def test_the_tolerance_tells_when_a_part_of_the_state_is_lost(forgotten: str) -> None:
     """Else the job would pass whatever a checkpoint held."""
     expected = uninterrupted_losses(SMALL)
     first = Learner(SMALL, CPU)
     losses = [first.train_one_step() for _ in range(5)]
-    kept = first.state_dict()
+    kept = first.state.state_dict()
     second = Learner(SMALL, CPU)
-    fresh = Learner(SMALL, CPU).state_dict()
-    second.load_state_dict(kept | {forgotten: fresh[forgotten]})
+    fresh = Learner(SMALL, CPU).state.state_dict()
+    second.state.load_state_dict(kept | {forgotten: fresh[forgotten]})
     losses += [second.train_one_step() for _ in range(7)]
     record = RunRecord()
     record.add(StepDone("a", 1, number, loss, 0.0) for number, loss in enumerate(losses, start=1))
@@ -84,6 +118,17 @@ def test_what_a_resume_cost_is_read_off_the_notes() -> None:
     ]
     assert record.last_step is not None
     assert record.last_step.step == 6
+
+
+def test_a_step_that_is_repeated_on_as_many_workers_must_be_the_same_to_the_last_bit() -> None:
+    record = RunRecord()
+    record.add(StepDone("a", 2, step, loss, at=0.0) for step, loss in ((1, 1.0), (2, 1.0), (3, 1.0)))
+    record.add(StepDone("b", 2, step, loss, at=0.0) for step, loss in ((2, 1.0), (3, 1.0 + 1e-9)))
+    record.add([StepDone("c", 1, 3, 1.0, at=0.0)])
+    assert record.compare([1.0] * 3, tolerance=1e-3).matches
+    comparison = record.compare([1.0] * 3, tolerance=1e-3, exact_repeats=True)
+    assert comparison.steps_unlike == (3,)
+    assert not comparison.matches
 
 
 @pytest.mark.parametrize("loss", [1.1, math.nan, math.inf])
@@ -115,6 +160,7 @@ def test_the_victim_is_not_on_the_node_that_watches() -> None:
         ["--checkpoint-every", "0"],
         ["--use-gpu"],
         ["--kill", "never"],
+        ["--dropout", "1"],
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_starts(
