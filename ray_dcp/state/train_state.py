@@ -39,7 +39,7 @@ class TrainState:
     optimizer are found by the names of the parameters: groups may be empty, or stand in another order than when they
     were saved. The state of a parameter that is frozen is kept, a parameter that never had a gradient has none, and an
     optimizer that has not stepped gets what the checkpoint has. After a load the learning rates are those of the run
-    that was saved, and ``.fresh`` names the parameters of which the checkpoint has no optimizer state.
+    that was saved, and ``.fresh`` names the parameters of which no optimizer state was loaded.
 
     Raises ``StateDictError`` for a parameter of an optimizer that no model has, and for groups whose parameters were
     saved with different settings; ``ConfigError`` for a model of ``FullyShardedDataParallel`` (FSDP1).
@@ -169,9 +169,12 @@ class TrainState:
                 "the checkpoint has the optimizer's state of these parameters, and it was not loaded: use ray_dcp's "
                 f"load, which asks for it: {joined(unloaded)}"
             )
-        self.fresh = tuple(dict.fromkeys(name for found in loaded.values() for name in found.fresh))
+        fresh = [name for found in loaded.values() for name in (*found.fresh, *found.unloaded)]
+        self.fresh = tuple(dict.fromkeys(fresh))
         if self.fresh:
-            logger.warning("no optimizer state in the checkpoint, these parameters start fresh: %s", joined(self.fresh))
+            logger.warning(
+                "no optimizer state was loaded for these parameters, they start fresh: %s", joined(self.fresh)
+            )
 
 
 def _named(given: Any, kind: type[T], role: str) -> dict[str, T]:
