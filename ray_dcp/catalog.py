@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -20,7 +21,16 @@ from ray_dcp.errors import (
     ObjectNotFoundError,
     ObjectTooShortError,
 )
-from ray_dcp.layout import MANIFEST, METADATA, POINTER, SHARD_SUFFIX, parse_step_folder, shard_files_named_in
+from ray_dcp.layout import (
+    MANIFEST,
+    METADATA,
+    POINTER,
+    SHARD_SUFFIX,
+    parse_step_folder,
+    require_step,
+    shard_files_named_in,
+    step_folder,
+)
 from ray_dcp.manifest import Manifest, belongs_to, decode_facts, decode_manifest
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
@@ -42,7 +52,7 @@ class CheckpointInfo:
     """One committed checkpoint."""
 
     step: int | None
-    """None where neither its folder's name nor its manifest says."""
+    """What its folder's name says, ``step-00000100``. None for every other: a link or a copy of a step is no step."""
     checkpoint_id: str
     nbytes: int
     """Of all records; of all files where there is no manifest."""
@@ -67,11 +77,26 @@ class UncommittedFolder:
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """All committed checkpoints directly under ``root``: steps in ascending order, then other folders by name.
 
-    One whose manifest cannot be read is there too, with what its files say; the log has a warning.
+    No step is there twice: of two folders that spell one number the one that ray_dcp writes is the step. One whose
+    manifest cannot be read is there too, with what its files say; the log has a warning.
     """
     store = open_store(root)
-    found = for_each_folder(store.list_folders(), lambda folder: _info_or_sizes(store, folder))
-    return sorted((info for info in found if info is not None), key=_by_step)
+    folders = sorted(store.list_folders(), key=_spelling)
+    found = [info for info in for_each_folder(folders, lambda name: _info_or_sizes(store, name)) if info is not None]
+    step_of = {info.step: info for info in found}
+    once = [info if step_of[info.step] is info else dataclasses.replace(info, step=None) for info in found]
+    return sorted(once, key=_by_step)
+
+
+def find_step(root: str | os.PathLike[str], step: int) -> str | None:
+    """Where the committed checkpoint of ``step`` lies under ``root``, as ``list_checkpoints`` says; None for none."""
+    store = open_store(root)
+    number = require_step(step)
+    written = step_folder(number)
+    if is_committed(store, written):
+        return _url(store, written)
+    spelt = [name for name in store.list_folders() if parse_step_folder(name) == number and is_committed(store, name)]
+    return _url(store, max(spelt)) if spelt else None
 
 
 def latest_checkpoint(root: str | os.PathLike[str], *, before: int | None = None) -> CheckpointInfo | None:
@@ -84,7 +109,7 @@ def latest_checkpoint(root: str | os.PathLike[str], *, before: int | None = None
     store = open_store(root)
     found = {folder: step for folder in store.list_folders() if (step := parse_step_folder(folder)) is not None}
     steps = {folder: step for folder, step in found.items() if before is None or step < before}
-    for folder in sorted(steps, key=lambda name: (steps[name], name), reverse=True):
+    for folder in sorted(steps, key=_spelling, reverse=True):
         try:
             info = _info(store, folder)
             damage = _missing_files(store, folder)
@@ -186,9 +211,8 @@ def _info(store: Store, folder: str) -> CheckpointInfo | None:
     if content is None:
         return _info_from_sizes(store, folder)
     facts = decode_facts(content, file=join_url(store.url, _key(folder, MANIFEST)))
-    step = _step_of(store, folder)
     return CheckpointInfo(
-        step=facts.step if step is None else step,
+        step=_step_of(store, folder),
         checkpoint_id=_url(store, folder),
         nbytes=facts.nbytes,
         world_size=facts.world_size,
@@ -323,6 +347,12 @@ def _url(store: Store, folder: str) -> str:
 
 def _key(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
+
+
+def _spelling(folder: str) -> tuple[int, bool, str]:
+    """Sorts by step, and of folders that spell the same one that of ray_dcp last."""
+    step = parse_step_folder(folder)
+    return (-1, False, folder) if step is None else (step, folder == step_folder(step), folder)
 
 
 def _by_step(one: CheckpointInfo | UncommittedFolder) -> tuple[float, str]:

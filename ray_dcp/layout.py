@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from ray_dcp.errors import ConfigError
 
 METADATA = ".metadata"
 """DCP's pickled ``Metadata``. Its presence is the commit."""
@@ -55,6 +58,18 @@ def shard_files_named_in(metadata: bytes) -> set[str]:
 def step_folder(step: int) -> str:
     """The folder of a step under a root: ``step-00000100``."""
     return f"step-{step:08d}"
+
+
+def require_step(step: object) -> int:
+    """``step`` as an int: Python's, or a whole number of numpy's or torch's. Raises ``ConfigError`` for all else."""
+    is_bool = isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool")
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]  # what it is for
+    except (TypeError, ValueError, RuntimeError):
+        number = -1
+    if is_bool or number < 0:
+        raise ConfigError("step", f"{step!r} is no step number; pass a whole number, 0 or more")
+    return number
 
 
 def parse_step_folder(name: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +13,13 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ray_dcp.api import AsyncSaveResponse, LoadReport, absolute, async_save, load, newest, preparing, save, tell_earlier
-from ray_dcp.catalog import CheckpointInfo, describe, latest_checkpoint, list_checkpoints
+from ray_dcp.catalog import CheckpointInfo, describe, find_step, latest_checkpoint, list_checkpoints
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
 from ray_dcp.config import DEFAULT_REPLICA_NBYTES, replica_check_from
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, EarlierSaveError, RayDcpError
-from ray_dcp.layout import step_folder
+from ray_dcp.layout import require_step, step_folder
 from ray_dcp.planning.stored_names import Rename
 from ray_dcp.protocol.failures import CheckpointException
 from ray_dcp.protocol.sessions import FailedLoad
@@ -62,7 +63,11 @@ class CheckpointManager:
     def save(
         self, step: int, state_dict: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
     ) -> CheckpointInfo:
-        """Save a step; returns when it is committed and durable. ``metrics`` are JSON values, kept with it."""
+        """Save a step; returns when it is committed and durable.
+
+        ``metrics`` are kept with it: JSON values, numbers of numpy and torch among them; NaN and infinity stay what
+        they are, a tuple becomes a list. Anything else, and a key that is no text, is refused by name.
+        """
         writer = self._writer(step, metrics)
         with carrying(lambda metadata: describe(writer.checkpoint_id)):
             save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
@@ -128,7 +133,7 @@ class CheckpointManager:
         while True:
             try:
                 self.last_load = asked(checkpoint_id=place or self._place_of(step))
-                return step
+                return operator.index(step)
             except EarlierSaveError as earlier:
                 self.last_load, earlier.result = earlier.result, step
                 raise
@@ -149,8 +154,8 @@ class CheckpointManager:
         return [info for info in list_checkpoints(self.root) if info.step is not None]
 
     def checkpoint_id(self, step: int) -> str:
-        """Where ``step`` is or would be."""
-        return join_url(self.root, step_folder(step))
+        """Where ``step`` is saved to."""
+        return join_url(self.root, step_folder(require_step(step)))
 
     def wait(self) -> None:
         """Return when no asynchronous save is under way. Raises ``CheckpointException`` if it failed, unless told."""
@@ -163,8 +168,9 @@ class CheckpointManager:
         self._latest_async = None
 
     def _place_of(self, step: int) -> str:
+        """Where ``list`` shows it; it may have been saved under another spelling of its number."""
         with preparing("load", self._group):
-            return self.checkpoint_id(_step_number(step))
+            return find_step(self.root, step) or self.checkpoint_id(step)
 
     def _older(self, failed: FailedLoad) -> CheckpointInfo | None:
         """The step to load in place of one that failed, the same on all ranks; None to give up."""
@@ -177,7 +183,7 @@ class CheckpointManager:
 
     def _writer(self, step: int, metrics: Mapping[str, Any] | None) -> StoreWriter:
         with preparing("save", self._group):
-            return StoreWriter(self.checkpoint_id(_step_number(step)), step=step, metrics=metrics)
+            return StoreWriter(self.checkpoint_id(step), step=step, metrics=metrics)
 
 
 @contextmanager
@@ -198,9 +204,3 @@ def is_damage(error: RayDcpError) -> bool:
         isinstance(failure.cause, CorruptCheckpointError) or failure.error_type == CorruptCheckpointError.__name__
         for failure in failures
     )
-
-
-def _step_number(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ConfigError("step", f"{step!r} is no step number")
-    return step

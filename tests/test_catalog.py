@@ -1,6 +1,7 @@
 """What the catalog says is committed, is; and what it says of the rest helps."""
 
 import json
+import shutil
 import uuid
 
 import pytest
@@ -9,6 +10,7 @@ from ray_dcp.catalog import (
     CheckpointInfo,
     UncommittedFolder,
     describe,
+    find_step,
     latest_checkpoint,
     list_checkpoints,
     list_uncommitted,
@@ -56,13 +58,13 @@ def test_steps_are_listed_in_order_then_other_folders(root):
     commit_as_torch(root, "imported")
     infos = list_checkpoints(root)
     assert [info.checkpoint_id for info in infos] == [
-        f"{root}/{name}" for name in ("step-9", "step-00000020", "best", "step-00000100", "imported")
+        f"{root}/{name}" for name in ("step-9", "step-00000020", "step-00000100", "best", "imported")
     ]
     assert infos[0] == CheckpointInfo(9, f"{root}/step-9", 100, 2, 3.0, {})
-    assert infos[3] == CheckpointInfo(100, f"{root}/step-00000100", 100, 2, 5.0, {"loss": 0.5})
+    assert infos[2] == CheckpointInfo(100, f"{root}/step-00000100", 100, 2, 5.0, {"loss": 0.5})
     assert (infos[1].step, infos[1].nbytes, infos[1].world_size, infos[1].metrics) == (20, 60, None, {})
     assert infos[1].created > 1.6e9
-    assert infos[4].step is None
+    assert [info.step for info in infos[3:]] == [None, None]
 
 
 def test_nothing_is_listed_where_nothing_is_committed(root):
@@ -151,7 +153,7 @@ def test_describe_says_what_the_list_says(root):
     commit_as_torch(root, "step-00000003")
     for info in list_checkpoints(root):
         assert describe(info.checkpoint_id) == info
-    assert describe(f"{root}/best").step == 7
+    assert describe(f"{root}/best").step is None
 
 
 def test_unfinished_saves_are_listed_with_the_reason(root):
@@ -285,3 +287,34 @@ def test_a_file_that_is_missing_is_noticed_without_a_manifest_too(root, caplog):
     store.delete("step-2/__0_0.distcp")
     assert latest_checkpoint(root).step == 1
     assert "step-2/__0_0.distcp is missing" in caplog.text
+
+
+def test_a_link_or_a_copy_of_a_step_is_no_step_of_its_own(tmp_path):
+    root = str(tmp_path)
+    for step in (1, 10):
+        commit(root, step_folder(step), step=step)
+    (tmp_path / "latest").symlink_to("step-00000010")
+    for copy in ("step-00000010.bak", "old", "step-00000010 (copy)", "step-10-best", "step-", "step--3"):
+        shutil.copytree(tmp_path / "step-00000010", tmp_path / copy)
+    shutil.copytree(tmp_path / "step-00000010", tmp_path / "archive/step-00000010")
+    infos = list_checkpoints(root)
+    assert [info.step for info in infos if info.step is not None] == [1, 10]
+    assert len(infos) == 2 + 7
+    assert latest_checkpoint(root).checkpoint_id == f"{root}/step-00000010"
+    assert describe(f"{root}/latest").step is None
+
+
+def test_of_two_spellings_of_a_number_one_is_the_step_for_everybody(root):
+    commit(root, "step-7", step=7)
+    commit(root, "step-007", step=7)
+    assert [(info.step, info.checkpoint_id) for info in list_checkpoints(root)] == [
+        (7, f"{root}/step-7"),
+        (None, f"{root}/step-007"),
+    ]
+    commit(root, "step-00000007", step=7)
+    assert [info.step for info in list_checkpoints(root)] == [7, None, None]
+    assert list_checkpoints(root)[0] == latest_checkpoint(root) == describe(f"{root}/step-00000007")
+    assert find_step(root, 7) == f"{root}/step-00000007"
+    open_store(root).delete(f"step-00000007/{METADATA}")
+    assert find_step(root, 7) == latest_checkpoint(root).checkpoint_id == f"{root}/step-7"
+    assert find_step(root, 8) is None

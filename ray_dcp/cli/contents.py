@@ -61,6 +61,8 @@ class CheckpointContents:
     versions: Mapping[str, str] = field(default_factory=dict)
     differing: Sequence[DifferingReplicas] = ()
     """Names under which ranks held different values."""
+    saved_as_step: int | None = None
+    """What the manifest says, whatever the folder is called now."""
     files: str = "dcp"
     """What it lies in: ``dcp``, or ``safetensors`` files."""
 
@@ -92,6 +94,7 @@ def _from_manifest(info: CheckpointInfo, manifest: Manifest) -> CheckpointConten
             if found[0].dtype is None
         ],
         attempt=manifest.attempt,
+        saved_as_step=manifest.step,
         format_version=manifest.format_version,
         versions=manifest.versions,
         differing=manifest.differing,

@@ -56,7 +56,7 @@ def _print_facts(contents: CheckpointContents) -> None:
     by = f"{output.counted(info.world_size, 'rank')}" if info.world_size is not None else unknown
     facts = {
         "checkpoint": shown_url(info.checkpoint_id),
-        "step": "-" if info.step is None else str(info.step),
+        "step": _step(contents),
         "created": output.format_time(info.created),
         "size": f"{output.format_nbytes(info.nbytes)} ({info.nbytes} bytes)",
         "saved by": by + (f", {versions}" if versions else ""),
@@ -67,6 +67,12 @@ def _print_facts(contents: CheckpointContents) -> None:
     for name, value in facts.items():
         if value:
             output.print_line(f"{name:<12}{value}")
+
+
+def _step(contents: CheckpointContents) -> str:
+    step, saved = contents.checkpoint.step, contents.saved_as_step
+    shown = "-" if step is None else str(step)
+    return shown if saved is None or saved == step else f"{shown} (saved as step {saved})"
 
 
 def _print_tensors(contents: CheckpointContents) -> None:

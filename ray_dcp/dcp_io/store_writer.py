@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import math
 import os
 import time
@@ -36,8 +35,18 @@ from ray_dcp.errors import (
     StoreError,
     SupersededError,
 )
-from ray_dcp.layout import MANIFEST, METADATA, ShardFile, attempt_order, is_newer, new_attempt, parse_shard_file
+from ray_dcp.layout import (
+    MANIFEST,
+    METADATA,
+    ShardFile,
+    attempt_order,
+    is_newer,
+    new_attempt,
+    parse_shard_file,
+    require_step,
+)
 from ray_dcp.manifest import DifferingReplicas, EntryTable, Manifest, decode_facts, encode_manifest, metadata_digest
+from ray_dcp.metrics import json_values
 from ray_dcp.planning.state_dict import tensor_problem
 from ray_dcp.points import Point, reached
 from ray_dcp.storage.local import without_sync
@@ -80,8 +89,8 @@ class StoreWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self.checkpoint_id = absolute(checkpoint_id) if checkpoint_id is not None else ""
-        self.step = step
-        self.metrics = _as_json_values(metrics or {})
+        self.step = None if step is None else require_step(step)
+        self.metrics = json_values(metrics or {})
         self.sync_files = sync_files
         self.differing: Sequence[DifferingReplicas] = ()
         """Values of the save under way that ranks hold differently; kept with it."""
@@ -256,15 +265,6 @@ def _holds(store: Store, key: str, content: bytes) -> bool:
         return store.get(key) == content
     except ObjectNotFoundError:
         return False
-
-
-def _as_json_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """``metrics`` as they will be read back; numbers of numpy and torch become Python's."""
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(metrics), default=lambda value: value.item()))
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ConfigError("metrics", f"must be JSON values: numbers, strings, lists and dicts ({error})") from error
-    return plain
 
 
 def _write_items(sink: JoinedWrites, items: Sequence[WriteItem], planner: SavePlanner, columns: WrittenColumns) -> None:
