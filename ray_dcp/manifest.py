@@ -28,6 +28,7 @@ _PREFIX = "ray_dcp."
 _ROWS_CRC = "ray_dcp.rows_crc"
 _FACTS_CRC = "ray_dcp.facts_crc"
 _DIFFERING = "ray_dcp.differing"
+_CONTAINERS = "ray_dcp.containers"
 """Only where there is something to tell: ranks that differed."""
 _MAX_DIFFERING = 1000
 _MAX_NAMED = 8
@@ -145,11 +146,15 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     differing: Sequence[DifferingReplicas] = ()
     """By name; of more than a thousand the first."""
+    containers: Sequence[Any] | None = None
+    """What names do not tell of the state dict (``planning.containers``); None where that is not known."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all records."""
-        return sum(as_table(self.entries).column("record_nbytes"))
+        """Bytes of all records; of one that several items share once."""
+        table = as_table(self.entries)
+        records = zip(table.files, table.column("record_offset"), strict=True)
+        return sum(dict(zip(records, table.column("record_nbytes"), strict=True)).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +204,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         writer.write_table(table)
         if manifest.differing:
             facts[_DIFFERING] = json.dumps([asdict(one) for one in manifest.differing[:_MAX_DIFFERING]])
+        if manifest.containers is not None:
+            facts[_CONTAINERS] = json.dumps(manifest.containers)
         facts[_ROWS_CRC] = str(_crc(rows))
         writer.add_key_value_metadata(facts | {_FACTS_CRC: str(_crc([sorted(facts.items())]))})
     return sink.getvalue().to_pybytes()
@@ -217,7 +224,12 @@ def decode_manifest(content: bytes, file: str) -> Manifest:
         if texts[_ROWS_CRC] != str(_crc(rows)):
             raise ValueError("its rows do not match their checksum")
         values = {f.name: json.loads(texts[_PREFIX + f.name]) for f in fields(ManifestFacts) if f.name != "nbytes"}
-        return Manifest(EntryTable(rows), **values, differing=_differing_from(texts.get(_DIFFERING, "[]")))
+        return Manifest(
+            EntryTable(rows),
+            **values,
+            differing=_differing_from(texts.get(_DIFFERING, "[]")),
+            containers=json.loads(texts.get(_CONTAINERS, "null")),
+        )
 
 
 def decode_facts(content: bytes, file: str) -> ManifestFacts:

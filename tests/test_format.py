@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import ray_dcp.layout
-from ray_dcp.manifest import FORMAT_VERSION, encode_manifest
+from ray_dcp.manifest import FORMAT_VERSION, DifferingReplicas, encode_manifest
 from tests.test_manifest import CHUNK, EMPTY, OBJECT, ZERO_DIM, manifest_of
 
 TEXT = Path(ray_dcp.layout.__file__).with_name("FORMAT.md").read_text()
@@ -25,7 +25,13 @@ def table_below(heading: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def parquet():
-    manifest = manifest_of(CHUNK, ZERO_DIM, EMPTY, OBJECT, step=7, metrics={"loss": 0.5, "\u00e4": float("inf")})
+    manifest = manifest_of(
+        *(CHUNK, ZERO_DIM, EMPTY, OBJECT),
+        step=7,
+        metrics={"loss": 0.5, "\u00e4": float("inf")},
+        differing=(DifferingReplicas("w", ((0, 2), (1,)), 0.5),),
+        containers=[[["x"], "dict", "int"]],
+    )
     return pq.ParquetFile(io.BytesIO(encode_manifest(manifest)))
 
 

@@ -171,3 +171,16 @@ def test_twenty_thousand_entries_take_well_under_a_second():
     assert decode_manifest(content, "m").entries == rows
     assert time.perf_counter() - start < 2  # 0.3 s on an idle core
     assert len(content) < 50 * len(rows)
+
+
+def test_what_names_do_not_tell_is_kept_and_where_it_is_not_known_that_is_said():
+    rows = [[["opt", "state"], "dict", "int"], [["l", 0], "OrderedDict", {"None": "None"}], [["e"], "dict", "none"]]
+    for containers in (rows, [], None):
+        encoded = encode_manifest(manifest_of(CHUNK, containers=containers))
+        assert decode_manifest(encoded, file="m").containers == containers
+
+
+def test_the_bytes_of_a_record_that_two_items_share_count_once():
+    tied = replace(CHUNK, fqn="tied")
+    assert manifest_of(CHUNK, tied).nbytes == CHUNK.record_nbytes
+    assert decode_facts(encode_manifest(manifest_of(CHUNK, tied)), file="m").nbytes == CHUNK.record_nbytes

@@ -36,6 +36,7 @@ from ray_dcp.dcp_io.shared_segment import Sharing
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, StoreError
 from ray_dcp.layout import MANIFEST, METADATA
 from ray_dcp.manifest import DifferingReplicas, EntryTable, as_table, decode_manifest
+from ray_dcp.planning.containers import Containers
 from ray_dcp.planning.shared_reads import NodeShare, ShareOffer, Want
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.place import absolute
@@ -64,6 +65,8 @@ class StoreReader(StorageReader):
         self.nbytes_loaded = 0
         self.differing: Sequence[DifferingReplicas] = ()
         """Values that differed between ranks when the checkpoint was saved, as its manifest says."""
+        self.containers: Containers | None = None
+        """Of the state dict that was saved; None where the checkpoint does not say."""
         self._opened: OpenedCheckpoint | None = None
         self._metadata: Metadata | None = None
         self._entries: EntryTable | None = None
@@ -104,9 +107,11 @@ class StoreReader(StorageReader):
             raise CorruptCheckpointError("does not say where its items lie", file=self._file(METADATA))
         self._metadata = metadata
         self._entries = None
+        self.containers = None
         if self._opened.manifest is not None:
             manifest = decode_manifest(self._opened.manifest, file=self._file(MANIFEST))
             self.differing = manifest.differing
+            self.containers = manifest.containers
             self._entries = as_table(manifest.entries)
             chunks = zip(self._entries.column("fqn"), self._entries.column("offsets"), strict=True)
             self._numbers = {chunk: number for number, chunk in enumerate(chunks)}

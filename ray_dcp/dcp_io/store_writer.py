@@ -47,7 +47,10 @@ from ray_dcp.layout import (
 )
 from ray_dcp.manifest import DifferingReplicas, EntryTable, Manifest, decode_facts, encode_manifest, metadata_digest
 from ray_dcp.metrics import json_values
+from ray_dcp.planning.containers import Containers
+from ray_dcp.planning.plan_table import Key
 from ray_dcp.planning.state_dict import tensor_problem
+from ray_dcp.planning.ties import ties_of
 from ray_dcp.points import Point, reached
 from ray_dcp.storage.local import without_sync
 from ray_dcp.storage.open import open_store
@@ -94,6 +97,8 @@ class StoreWriter(StorageWriter):
         self.sync_files = sync_files
         self.differing: Sequence[DifferingReplicas] = ()
         """Values of the save under way that ranks hold differently; kept with it."""
+        self.containers: Containers | None = None
+        """What the manifest says of the state dict's keys and kinds of dict; set before ``finish``."""
         self._attempt = ""
         self._world_size = 0
         self._planned: dict[Any, int] = {}
@@ -123,6 +128,7 @@ class StoreWriter(StorageWriter):
         self._attempt = new_attempt() if is_coordinator else ""
         self._given_up = self.may_have_committed = False
         self.differing = ()
+        self.containers = None
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=shown_url(self.checkpoint_id), save_id=self._attempt or None)
@@ -152,11 +158,13 @@ class StoreWriter(StorageWriter):
         if plan.items:
             key = ShardFile(target.rank, 0, target.attempt).key
             self._written_key = key
+            repeats = _repeats(plan.items, planner)
             columns = WrittenColumns(key, target.rank, len(plan.items))
             with self.store.put_new(key) as file:
                 if isinstance(file, Preallocates):
-                    file.preallocate(sum(_planned_nbytes(item) for item in plan.items))
-                _write_items(JoinedWrites(file), plan.items, planner, columns)
+                    items = [item for number, item in enumerate(plan.items) if number not in repeats]
+                    file.preallocate(sum(map(_planned_nbytes, items)))
+                _write_items(JoinedWrites(file), plan.items, planner, columns, repeats)
             written = WrittenItems([item.index for item in plan.items], columns)
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)  # type: ignore[arg-type]  # to torch any sequence will do
@@ -248,6 +256,7 @@ class StoreWriter(StorageWriter):
             metrics=self.metrics,
             versions={"torch": torch.__version__, "ray_dcp": __version__},
             differing=self.differing,
+            containers=self.containers,
         )
 
 
@@ -267,13 +276,21 @@ def _holds(store: Store, key: str, content: bytes) -> bool:
         return False
 
 
-def _write_items(sink: JoinedWrites, items: Sequence[WriteItem], planner: SavePlanner, columns: WrittenColumns) -> None:
+def _write_items(
+    sink: JoinedWrites,
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    columns: WrittenColumns,
+    repeats: Mapping[int, int],
+) -> None:
     """Python objects in front: a reader of a whole file then gets what it needs for a decision early.
 
     The planner is asked for an item when it is the next, as torch does it: it may make what it gives. Only one that
     gives the state itself is asked for several.
     """
     order = sorted(range(len(items)), key=lambda number: items[number].type != WriteItemType.BYTE_IO)
+    if repeats:
+        order = [number for number in order if number not in repeats]
     num_ahead = _NUM_AHEAD if getattr(planner, "resolves_in_place", False) is True else 1
     for first in range(0, len(order), num_ahead):
         numbers = order[first : first + num_ahead]
@@ -285,6 +302,21 @@ def _write_items(sink: JoinedWrites, items: Sequence[WriteItem], planner: SavePl
             if number == order[0]:
                 reached(Point.MID_WRITE)
     sink.flush()
+    for number, written in repeats.items():
+        columns.repeat(number, written)
+
+
+def _repeats(items: Sequence[WriteItem], planner: SavePlanner) -> dict[int, int]:
+    """Items whose memory an earlier one writes, and that one: a record is enough for both."""
+    ties = ties_of(planner)
+    first: dict[Key, int] = {}
+    repeats: dict[int, int] = {}
+    for number, item in enumerate(items) if ties else ():
+        key = item.index.fqn, item.index.offset
+        written = first.setdefault(ties.get(key, key), number)
+        if written != number:
+            repeats[number] = written
+    return repeats
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> TensorRecord | io.BytesIO:

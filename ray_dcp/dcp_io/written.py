@@ -68,6 +68,14 @@ class WrittenColumns:
             self.kinds.append((name, tuple(sizes) if sizes is not None else None))
         self.kind_of[number] = kind
 
+    def repeat(self, number: int, written: int) -> None:
+        """Item ``number`` is in the record of item ``written``, which has been written."""
+        for column in (
+            *(self.record_offsets, self.record_nbytes, self.payload_offsets, self.payload_nbytes),
+            *(self._crcs_at, self._num_crcs, self.kind_of),
+        ):
+            column[number] = column[written]
+
     @property
     def num_written(self) -> int:
         return len(self) - self.record_nbytes.count(0)  # no record is empty

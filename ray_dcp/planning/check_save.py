@@ -19,8 +19,6 @@ def require_agreeing_plans(plans: Sequence[SavePlan]) -> None:
 
     Torch takes the first plan's word and drops the rest. Lists are in rank order.
     """
-    if not any(plan.items for plan in plans):
-        raise StateDictError("the state dict is empty on every rank: there is nothing to save")
     seen: dict[str, dict[_Kind, list[int]]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:

@@ -19,7 +19,7 @@ Path = tuple[str | int, ...]
 def flat_state(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Values by name, and the path of each, as torch's ``flatten_state_dict`` gives them.
 
-    Unlike there an empty dict is a value too. Raises ``StateDictError`` naming all values that have one name.
+    Raises ``StateDictError`` naming all values that have one name.
     """
     if all(type(key) is str and type(value) in LEAVES for key, value in state_dict.items()):
         return dict(state_dict), {key: (key,) for key in state_dict}
@@ -41,10 +41,6 @@ def in_key_order(keys: Iterable[Any]) -> list[Any]:
     ``state_dict()`` and ``load_state_dict()`` may wait for the other ranks, for ever if those are in another one.
     """
     return sorted(keys, key=str)
-
-
-def is_empty_dict(value: Any) -> bool:
-    return type(value) not in LEAVES and isinstance(value, Mapping) and not value
 
 
 def unstorable_names(fqns: Iterable[str]) -> list[str]:
@@ -73,7 +69,7 @@ def _named(
         path = (*above, key if in_list else str(key))
         if type(value) in LEAVES:
             yield f"{prefix}{key}", path, value
-        elif isinstance(value, Mapping) and value:
+        elif isinstance(value, Mapping):
             yield from _named(value.items(), f"{prefix}{key}.", path)
         elif isinstance(value, list) and is_walked(value):
             yield from _named(enumerate(value), f"{prefix}{key}.", path, in_list=True)
@@ -99,7 +95,7 @@ def _places(entries: Iterable[tuple[Any, Any]], prefix: str, above: str) -> Iter
     """Each value's name, and how Python code gets there."""
     for key, value in entries:
         name, place = f"{prefix}{key}", f"{above}[{key!r}]"
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             yield from _places(value.items(), f"{name}.", place)
         elif isinstance(value, list) and is_walked(value):
             yield from _places(enumerate(value), f"{name}.", place)

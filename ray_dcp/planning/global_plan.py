@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from array import array
 from collections import ChainMap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.check_save import item_kind, require_agreeing_plans, require_whole_tensors
-from ray_dcp.planning.plan_table import ItemLayout, PlanTable
-
-_Key = tuple[str, torch.Size | None]
+from ray_dcp.planning.plan_table import ItemLayout, Key, PlanTable, Ties
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ def plan_tables(
     *,
     lowest_rank: bool,
     with_planner_data: bool,
-    on_lowest_rank: Collection[_Key] = (),
+    on_lowest_rank: Collection[Key] = (),
 ) -> GlobalTable:
     """Plan a save of all ranks. ``lowest_rank``: replicated items go to the lowest rank that has them.
 
@@ -94,25 +91,23 @@ def _require_agreeing(tables: Sequence[PlanTable]) -> None:
     """As ``require_agreeing_plans``, which is asked only to say what is wrong."""
     kinds: dict[Any, int] = {}
     seen: dict[str, int] = {}
-    num_items = 0
     agree = True
     for table in tables:
         kind_of = [kinds.setdefault(item_kind(layout.item("")), len(kinds)) for layout in table.layouts]
         for fqn, number in zip(table.fqns, table.layout_of, strict=True):
             kind = kind_of[number]
             agree &= seen.setdefault(fqn, kind) == kind
-        num_items += len(table.fqns)
-    if not agree or not num_items:
+    if not agree:
         require_agreeing_plans([table.plan() for table in tables])
 
 
 def _deduplicated(
-    tables: Sequence[PlanTable], *, lowest_rank: bool, on_lowest_rank: Collection[_Key]
+    tables: Sequence[PlanTable], *, lowest_rank: bool, on_lowest_rank: Collection[Key]
 ) -> list[array[int] | None]:
     if len(tables) == 1:
         return [None]
-    holders: dict[_Key, list[int]] = {}
-    nbytes: dict[_Key, int] = {}
+    holders: dict[Key, list[int]] = {}
+    nbytes: dict[Key, int] = {}
     for rank, table in enumerate(tables):
         offsets = [layout.offset for layout in table.layouts]
         sizes = [layout.nbytes or 1 for layout in table.layouts]
@@ -125,17 +120,39 @@ def _deduplicated(
                 held.append(rank)
             nbytes[key] = sizes[number]
     planned_nbytes = [0] * len(tables)
-    writer: dict[_Key, int] = {}
-    for key, ranks in holders.items():
+    writer: dict[Key, int] = {}
+    ties = _ties(tables)
+    for key, ranks in _ties_last(holders, ties):
         chosen = ranks[0]
         if len(ranks) > 1:
             lowest = lowest_rank or key in on_lowest_rank
+            together = None if lowest or key not in ties else writer.get(ties[key], holders[ties[key]][0])
+            if together in ranks:
+                writer[key] = together
+                continue
             chosen = writer[key] = min(ranks) if lowest else min(ranks, key=planned_nbytes.__getitem__)
         planned_nbytes[chosen] += nbytes[key]
     return [_kept(table, rank, writer) for rank, table in enumerate(tables)]
 
 
-def _kept(table: PlanTable, rank: int, writer: dict[_Key, int]) -> array[int] | None:
+def _ties_last(holders: Mapping[Key, list[int]], ties: Ties) -> Iterable[tuple[Key, list[int]]]:
+    """So that what is tied may go where what it is tied to has gone."""
+    if not ties:
+        return holders.items()
+    tied = sorted(ties, key=lambda key: (key[0], tuple(key[1] or ())))
+    return [(key, holders[key]) for key in (*(key for key in holders if key not in ties), *tied)]
+
+
+def _ties(tables: Sequence[PlanTable]) -> Ties:
+    """Of all ranks; those on which ranks do not agree do no harm, since each stores once only what it has once."""
+    ties: dict[Key, Key] = {}
+    for table in tables:
+        for key, first in table.ties.items():
+            ties.setdefault(key, first)
+    return ties
+
+
+def _kept(table: PlanTable, rank: int, writer: dict[Key, int]) -> array[int] | None:
     if not writer:
         return None
     offsets = [layout.offset for layout in table.layouts]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+Key = tuple[str, torch.Size | None]
+"""A name and the place of a chunk in its tensor."""
+
+Ties = Mapping[Key, Key]
+"""Of items of one rank that are one and the same memory: each but the first by name, and that first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +50,10 @@ class PlanTable:
     storage_data: Any
     planner_data: Any
     usable: bool
+    ties: Ties = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: SavePlan) -> PlanTable:
+    def of(cls, plan: SavePlan, *, ties: Ties | None = None) -> PlanTable:
         """``plan`` as a table. Items share a layout where they share their ``tensor_data``."""
         numbers: dict[Hashable, int] = {}
         layouts: list[ItemLayout] = []
@@ -72,6 +79,7 @@ class PlanTable:
             plan.storage_data,
             plan.planner_data,
             plan.usable,
+            ties or {},
         )
 
     def plan(self) -> SavePlan:

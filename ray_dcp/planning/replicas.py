@@ -23,7 +23,7 @@ from ray_dcp.config import DEFAULT_REPLICA_NBYTES, ReplicaCheck
 from ray_dcp.manifest import DifferingReplicas, ranks_by_value
 from ray_dcp.planning.layouts import local_part
 from ray_dcp.planning.per_rank import is_per_rank_name
-from ray_dcp.planning.plan_table import PlanTable
+from ray_dcp.planning.plan_table import Key, PlanTable
 from ray_dcp.planning.python_record import SCALARS
 from ray_dcp.planning.value_digest import NoDigestError, scalar_digest, value_digest
 from ray_dcp.staging.host_pieces import small_content, tensor_memory
@@ -37,9 +37,6 @@ _MAX_SHOWN_NBYTES = 16 << 20
 """A rank sends no more than about this to say how far its values are from others'."""
 _MAX_SHOWN_VALUES = 8
 """Different values of one name that are compared to the lowest rank's."""
-
-Key = tuple[str, torch.Size | None]
-"""A name and the place of a chunk in its tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ while planning, so that a value that cannot be pickled is found before any rank 
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,14 +24,16 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.flat import LEAVES, flat_state, is_empty_dict, unstorable_names
+from ray_dcp.planning.flat import LEAVES, flat_state, unstorable_names
 from ray_dcp.planning.foreign_classes import warn_of_foreign
 from ray_dcp.planning.global_plan import GlobalTable, plan_tables
 from ray_dcp.planning.layouts import WriteLayouts, is_freed, local_part
+from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import OneRanksValue, PerRank, is_per_rank_name, per_rank_fqn
-from ray_dcp.planning.plan_table import PlanTable
+from ray_dcp.planning.plan_table import PlanTable, Ties
 from ray_dcp.planning.python_record import SCALARS, python_record
 from ray_dcp.planning.survey import IN_ONE_RANK, HiddenPartError, Survey
+from ray_dcp.planning.ties import SeenMemory
 
 
 class StatePlanner(DefaultSavePlanner):
@@ -42,6 +43,8 @@ class StatePlanner(DefaultSavePlanner):
         super().__init__(**kwargs)
         self._pickled: dict[str, bytes] = {}
         self._foreign: dict[str, set[str]] = {}
+        self.ties: Ties = {}
+        """Of the local plan."""
         self.stands_for = stands_for
         """torch's default planner that the user passed: it has afterwards what torch leaves on it."""
 
@@ -61,7 +64,7 @@ class StatePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        self._pickled, self._foreign = {}, {}
+        self._pickled, self._foreign, self.ties = {}, {}, {}
         self.mappings = {}
         if self.flatten_state_dict:
             state_dict, self.mappings = flat_state(state_dict)
@@ -72,7 +75,7 @@ class StatePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """As torch's; everything that cannot be saved is named at once."""
-        layouts = WriteLayouts()
+        layouts, memory = WriteLayouts(), SeenMemory()
         items: list[WriteItem] = []
         problems = unstorable_names(self.state_dict)
         for fqn, value in self.state_dict.items():
@@ -88,15 +91,21 @@ class StatePlanner(DefaultSavePlanner):
                     continue
                 items += found
                 problems += [problem for item in found for problem in self._item_problems(item)]
+                if isinstance(value, LocalShards):
+                    for item in found:
+                        memory.note(item, value.chunks[tuple(item.index.offset or ())])
             elif type(value) is not DTensor or value.device_mesh.get_coordinate() is not None:
                 problem = tensor_problem(local)
                 if problem:
                     problems.append(f"{fqn}: {problem}")
                 else:
-                    items.append(layouts.item_of(fqn, value, local))
+                    item = layouts.item_of(fqn, value, local)
+                    items.append(item)
+                    memory.note(item, local)
         if problems:
             raise StateDictError(_CANNOT_BE_SAVED, problems)
         warn_of_foreign(self._foreign)
+        self.ties = memory.ties()
         self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
         return self.plan
 
@@ -133,8 +142,6 @@ class StatePlanner(DefaultSavePlanner):
             if problem:
                 yield f"{fqn}: {problem}"
             return
-        if is_empty_dict(value):
-            value = OrderedDict() if isinstance(value, OrderedDict) else {}  # whatever class it is of
         try:
             foreign: set[str] = set()
             self._pickled[fqn] = python_record(value, foreign)

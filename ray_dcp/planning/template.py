@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from ray_dcp.planning.flat import flat_state, is_empty_dict
+from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.layouts import ReadLayouts, local_part
 from ray_dcp.planning.stored_names import EVERYTHING, NameChoice
 from ray_dcp.planning.template_check import TemplateCheck, compare, without_names
@@ -198,10 +198,6 @@ class TemplatePlanner(DefaultLoadPlanner):
             return state_dict, {}
         flat, paths = flat_state(state_dict)
         lacking = flat.keys() - metadata.state_dict_metadata.keys()
-        for fqn in [fqn for fqn in lacking if is_empty_dict(flat[fqn])]:
-            # Nothing is stored for an empty dict by torch.
-            lacking.remove(fqn)
-            del flat[fqn], paths[fqn]
         if lacking and not metadata.version:
             # torch before 2.4 kept containers without tensors whole, under the container's own name.
             old_flat: dict[str, Any] = {}

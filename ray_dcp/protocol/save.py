@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
@@ -27,11 +28,14 @@ from ray_dcp.collector import collector_paused
 from ray_dcp.config import DEFAULT_REPLICA_CHECK, ReplicaCheck
 from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems
+from ray_dcp.errors import without_keys
 from ray_dcp.planning.collect import collect_state
+from ray_dcp.planning.containers import containers_of
 from ray_dcp.planning.flat import flat_state
-from ray_dcp.planning.plan_table import PlanTable
+from ray_dcp.planning.plan_table import Key, PlanTable
 from ray_dcp.planning.replicas import ShownReplicas, replica_digests, shown_replicas
 from ray_dcp.planning.state_dict import StatePlanner, for_global_step, plan_cache_off, require_storable
+from ray_dcp.planning.ties import ties_of
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.counting import CountingPlanner
@@ -50,6 +54,8 @@ from ray_dcp.protocol.save_session import (
 from ray_dcp.protocol.session import OnRankZero
 from ray_dcp.protocol.set_up import accepted
 from ray_dcp.staging.copies import copy_to_host
+
+logger = logging.getLogger("ray_dcp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +82,8 @@ class PlannedSave:
     """What other ranks hold otherwise; None where nothing was found."""
     users_planner: SavePlanner | None = None
     """The planner that the user passed, on the rank where torch leaves the metadata on it."""
+    may_be_empty: bool = False
+    """Whether this is rank 0 and has no values: it warns if no other rank has any."""
 
 
 @runtime_checkable
@@ -116,7 +124,7 @@ def plan_save(request: SaveRequest, call: Call) -> PlannedSave:
         reached(Point.BEFORE_PLAN)
         with collector_paused(), torch.no_grad():
             local = _plan_locally(state, request, call)
-            contribution = _contribution(local, request, call)
+            contribution = _contribution(local, state, request, call)
         # After the local step, as torch's coordinator rank uses the same objects for both.
         final = call.exchange("plan", contribution)
         shown = None
@@ -130,7 +138,9 @@ def plan_save(request: SaveRequest, call: Call) -> PlannedSave:
         by_columns = isinstance(final, FinalTable)
         plan = request.planner.finish_plan(final.plan(local) if isinstance(final, FinalTable) else final)
         reached(Point.AFTER_PLAN)
-    return PlannedSave(plan, request.planner, request.writer, by_columns, shown, _users_planner(request, plan, call))
+    users = _users_planner(request, plan, call)
+    may_be_empty = call.rank == 0 and not local.items
+    return PlannedSave(plan, request.planner, request.writer, by_columns, shown, users, may_be_empty)
 
 
 def _users_planner(request: SaveRequest, plan: SavePlan, call: Call) -> SavePlanner | None:
@@ -147,8 +157,24 @@ def _users_planner(request: SaveRequest, plan: SavePlan, call: Call) -> SavePlan
 def stage_save(planned: PlannedSave, call: Call) -> PlannedSave:
     """Copy what this rank will write, and only that: afterwards the state dict may change."""
     with phase(call, "stage"):
-        staged = {id(item): _staged(planned.planner.resolve_data(item), call) for item in planned.plan.items}
+        staged = _stage(planned, call)
     return dataclasses.replace(planned, planner=_StagedPlanner(planned.planner, planned.plan, staged))
+
+
+def _stage(planned: PlannedSave, call: Call) -> dict[int, torch.Tensor | io.BytesIO]:
+    """Copies by the ``id`` of their items; items of one memory share one."""
+    ties = ties_of(planned.planner)
+    if not ties:
+        return {id(item): _staged(planned.planner.resolve_data(item), call) for item in planned.plan.items}
+    copies: dict[Key, torch.Tensor | io.BytesIO] = {}
+    staged = {}
+    for item in planned.plan.items:
+        key = item.index.fqn, item.index.offset
+        key = ties.get(key, key)
+        if key not in copies:
+            copies[key] = _staged(planned.planner.resolve_data(item), call)
+        staged[id(item)] = copies[key]
+    return staged
 
 
 def stager_of(writer: StorageWriter) -> AsyncStager | None:
@@ -202,6 +228,8 @@ def write_save(planned: PlannedSave, call: Call) -> Metadata:
             metadata = metadata.metadata
         if isinstance(planned.users_planner, DefaultSavePlanner):
             planned.users_planner.metadata = metadata  # its global step was the coordinator's, on a copy
+        if planned.may_be_empty and not metadata.state_dict_metadata:
+            logger.warning("%s: the state dict is empty on every rank", without_keys(call.checkpoint_id))
         return metadata
     except CheckpointException as error:
         if not call.started_over and _never_began_to_commit(error):
@@ -229,14 +257,18 @@ def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> Sa
     return writer.prepare_local_plan(plan)
 
 
-def _contribution(local: SavePlan, request: SaveRequest, call: Call) -> SaveContribution:
+def _contribution(local: SavePlan, state: dict[str, Any], request: SaveRequest, call: Call) -> SaveContribution:
     planner, writer = request.planner, request.writer
     carried = call.carry(for_global_step(planner), writer) if call.rank == 0 and _may_travel(writer) else None
     reports_results = isinstance(writer, StoreWriter | _FileSystemWriter)
-    plan = PlanTable.of(local) if are_own(planner, writer) else local
+    plan: SavePlan | PlanTable = local
+    if are_own(planner, writer):
+        assert isinstance(planner, StatePlanner)
+        plan = PlanTable.of(local, ties=planner.ties)
     check = request.replica_check
     digests = replica_digests(local, planner, check) if call.world_size > 1 else None
-    return SaveContribution(request.checkpoint_id, plan, carried, reports_results, check, digests)
+    containers = containers_of(state)
+    return SaveContribution(request.checkpoint_id, plan, carried, reports_results, check, digests, containers)
 
 
 def _may_travel(writer: StorageWriter) -> bool:

@@ -19,11 +19,11 @@ from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems
 from ray_dcp.errors import StateDictError
 from ray_dcp.manifest import DifferingReplicas
 from ray_dcp.planning.check_save import require_agreeing_plans, require_whole_tensors
+from ray_dcp.planning.containers import Containers, merged_containers
 from ray_dcp.planning.global_plan import GlobalTable
-from ray_dcp.planning.plan_table import PlanTable
+from ray_dcp.planning.plan_table import Key, PlanTable
 from ray_dcp.planning.replicas import (
     Differing,
-    Key,
     ShownReplicas,
     describe_differing,
     find_differing,
@@ -48,6 +48,8 @@ class SaveContribution:
     replica_check: ReplicaCheck = DEFAULT_REPLICA_CHECK
     replica_digests: array[int] | None = None
     """One for each item of the plan; None where there is nothing to compare."""
+    containers: Containers = ()
+    """Of this rank's state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,8 @@ class SaveSession(Session):
                 refusals(self._differing),
             )
         answers = self._plan(contributions)
+        if isinstance(self._writer, StoreWriter):
+            self._writer.containers = merged_containers(part.containers for part in contributions)
         if not self._differing:
             return answers
         shown_by = keys_to_show(self._differing)

@@ -73,11 +73,6 @@ def test_a_rank_with_several_chunks_is_named_once():
     assert problem.startswith("w: rank 0 has a tensor of shape (4,)")
 
 
-def test_nothing_anywhere_is_refused():
-    with pytest.raises(StateDictError, match="empty on every rank"):
-        require_agreeing_plans(plans_of({}, {}))
-
-
 def test_holes_are_named_with_their_size():
     _, metadata = create_default_global_save_plan(
         plans_of({"w": rows(0, 2), "whole": torch.ones(3), "zero": torch.tensor(1.0), "n": 1, "e": torch.ones(0, 3)})

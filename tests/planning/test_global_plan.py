@@ -138,6 +138,7 @@ def test_overlaps_and_chunks_out_of_bounds_are_named():
     assert "out of bounds" in problems(SavePlan([outside]), SavePlan([tensor_item("a", 4, 0, 2)]))[0]
 
 
-def test_nothing_to_save_is_refused():
-    with pytest.raises(StateDictError, match="empty on every rank"):
-        plan_tables([PlanTable.of(SavePlan([]))] * 2, lowest_rank=False, with_planner_data=False)
+def test_nothing_to_save_is_a_plan_too():
+    planned = plan_tables([PlanTable.of(SavePlan([], planner_data={}))] * 2, lowest_rank=False, with_planner_data=True)
+    assert planned.metadata.state_dict_metadata == {}
+    assert [plan.items for plan in planned.plans()] == [[], []]
