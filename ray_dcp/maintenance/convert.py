@@ -17,6 +17,7 @@ from ray_dcp.maintenance.convert_checkpoint import LazyItem, write_checkpoint
 from ray_dcp.maintenance.convert_files import new_files
 from ray_dcp.maintenance.convert_plan import HEADER_TEXTS, ConvertPlan, PlannedValue, described
 from ray_dcp.maintenance.convert_torch_save import LazyTensor, write_torch_file
+from ray_dcp.planning.containers import with_containers
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import ObjectWriter
 
@@ -54,7 +55,7 @@ def _to_checkpoint(plan: ConvertPlan, on_progress: OnProgress) -> None:
             return LazyItem(planned.name, _path(planned), None, (), lambda: plan.source.read_pickled(value))
         return LazyItem(planned.name, _path(planned), value.dtype, value.shape, _reader(plan, planned, on_progress))
 
-    write_checkpoint(plan.folder, [lazy(planned) for planned in plan.values])
+    write_checkpoint(plan.folder, [lazy(planned) for planned in plan.values], plan.containers)
 
 
 def _to_safetensors(plan: ConvertPlan, on_progress: OnProgress) -> None:
@@ -115,7 +116,7 @@ def _nested(plan: ConvertPlan, on_progress: OnProgress) -> dict[str, Any]:
         raise StateDictError("the names do not fit into one nested state dict") from error
     if hidden:
         raise StateDictError("two values would have one place in the state dict", hidden)
-    return state
+    return cast(dict[str, Any], with_containers(state, plan.containers))
 
 
 def _path(planned: PlannedValue) -> tuple[str | int, ...]:

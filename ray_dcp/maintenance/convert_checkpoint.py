@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_tensor
 
 from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.planning.containers import Containers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,11 +29,12 @@ class LazyItem:
     read: Callable[[], torch.Tensor | bytes]
 
 
-def write_checkpoint(checkpoint_id: str, items: Sequence[LazyItem]) -> int:
+def write_checkpoint(checkpoint_id: str, items: Sequence[LazyItem], containers: Containers = ()) -> int:
     """Commit a checkpoint of ``items``, all or nothing, as one rank; return the bytes of its records."""
     writer = StoreWriter(checkpoint_id)
     planner = _LazyPlanner(items)
     writer.set_up_storage_writer(True)
+    writer.containers = containers
     try:
         (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
         (plan,) = writer.prepare_global_plan([plan])

@@ -16,6 +16,7 @@ from ray_dcp.dcp_io.safetensors_folder import INDEX, INDEX_SUFFIX, ONE_FILE, SUF
 from ray_dcp.dcp_io.safetensors_header import TEXTS, encode_header, has_dtype
 from ray_dcp.errors import ConfigError, ObjectNotFoundError, StateDictError
 from ray_dcp.maintenance.convert_source import Source, SourceValue, open_source
+from ray_dcp.planning.containers import Containers
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.place import absolute
@@ -92,6 +93,8 @@ class ConvertPlan:
     """Names that ``include``, ``exclude`` or ``skip_python`` leave out."""
     replaced: Sequence[str] = field(default=())
     """Files of the folder that will be gone, or new."""
+    containers: Containers = ()
+    """What names do not tell of the state dict."""
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +130,8 @@ def plan_convert(source: str | os.PathLike[str], dest: str | os.PathLike[str], o
     replaced = _replaced(open_store(folder), kind, key, where)
     if replaced and not options.overwrite:
         raise ConfigError("DEST", f"{replaced[0]} is in {shown_url(folder)} already; pass --overwrite to replace it")
-    return ConvertPlan(opened, where, kind, folder, values, files, left_out, replaced)
+    containers = _containers(opened, values, options)
+    return ConvertPlan(opened, where, kind, folder, values, files, left_out, replaced, containers)
 
 
 def _kind_of(dest: str) -> str:
@@ -160,6 +164,23 @@ def _rename(values: Sequence[SourceValue], options: ConvertOptions) -> list[Plan
     if repeated:
         raise ConfigError("--strip-prefix", f"several values would have the name {joined(map(repr, repeated))}")
     return renamed
+
+
+def _containers(source: Source, values: Sequence[PlannedValue], options: ConvertOptions) -> Containers:
+    """Of the dicts that are converted; none where names change, which are all there is then."""
+    if any(planned.name != planned.value.name for planned in values):
+        return ()
+    empty = [path for path, _, keys in source.containers if keys == "none"]
+    names = {tuple(path): ".".join(map(str, path)) for path in empty}
+    return [row for row in source.containers if _fits(names.get(tuple(row[0])), options)]
+
+
+def _fits(name: str | None, options: ConvertOptions) -> bool:
+    """Whether an empty dict is converted; ``name`` is None for others, whose values decide."""
+    if name is None:
+        return True
+    included = not options.include or any(fnmatchcase(name, pattern) for pattern in options.include)
+    return included and not any(fnmatchcase(name, pattern) for pattern in options.exclude)
 
 
 def _require_storable(values: Sequence[PlannedValue]) -> None:

@@ -23,13 +23,12 @@ from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError
 from ray_dcp.layout import METADATA
 from ray_dcp.maintenance.convert_memory import empty_tensor
 from ray_dcp.maintenance.convert_torch_file import TorchFile, is_torch_file
+from ray_dcp.planning.containers import MAX_INDEX, Containers, optimizer_containers
 from ray_dcp.planning.template import TemplatePlanner
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.place import absolute
 from ray_dcp.storage.urls import join_url, split_url
 from ray_dcp.wording import first_lines
-
-_MAX_INDEX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,11 @@ class Source(Protocol):
     @property
     def values(self) -> Sequence[SourceValue]:
         """Everything that is stored, in its order there."""
+        ...
+
+    @property
+    def containers(self) -> Containers:
+        """What the names do not tell of the state dict that was saved."""
         ...
 
     def read_tensor(self, value: SourceValue) -> torch.Tensor:
@@ -117,6 +121,11 @@ class CheckpointSource:
             for fqn, described in self._metadata.state_dict_metadata.items()
         ]
 
+    @property
+    def containers(self) -> Containers:
+        known = self._reader.containers
+        return known if known is not None else optimizer_containers(value.path for value in self.values)
+
     def read_tensor(self, value: SourceValue) -> torch.Tensor:
         target = empty_tensor(value.shape, getattr(torch, value.dtype or ""))
         self._fill({value.name: target}, raw=False)
@@ -166,6 +175,10 @@ class TorchSource:
     def values(self) -> Sequence[SourceValue]:
         return [self._describe(name) for name in self._file.leaves]
 
+    @property
+    def containers(self) -> Containers:
+        return self._file.containers
+
     def read_tensor(self, value: SourceValue) -> torch.Tensor:
         return self._file.read_tensor(value.name)
 
@@ -203,6 +216,6 @@ def _path(fqn: str, planned: Any) -> tuple[str | int, ...]:
     A list is as long as its largest index, so that one is not believed without a limit.
     """
     well = isinstance(planned, tuple) and planned and isinstance(planned[0], str)
-    if not well or not all(type(key) is str or (type(key) is int and 0 <= key < _MAX_INDEX) for key in planned):
+    if not well or not all(type(key) is str or (type(key) is int and 0 <= key < MAX_INDEX) for key in planned):
         return (fqn,)
     return planned if ".".join(map(str, planned)) == fqn else (fqn,)

@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ray_dcp.checksums import crc32
 from ray_dcp.dcp_io.metadata_file import decode_python
 from ray_dcp.errors import CorruptCheckpointError, ObjectTooShortError, StateDictError
 from ray_dcp.maintenance.convert_memory import empty_tensor
+from ray_dcp.planning.containers import Containers, containers_of
+from ray_dcp.planning.flat import flat_state
 from ray_dcp.storage.reading import get_into
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import join_url
@@ -95,8 +96,11 @@ class TorchFile:
         if not isinstance(state, Mapping):
             raise StateDictError(f"{self._where} holds a {type(state).__name__}; only a dict of names can be converted")
         try:
-            leaves, paths = flatten_state_dict(dict(state))
-        except (ValueError, RecursionError) as error:
+            leaves, paths = flat_state(state)
+            self.containers: Containers = containers_of(state)
+        except StateDictError as error:
+            raise StateDictError(f"{self._where}: {str(error).splitlines()[0]}", error.problems) from error
+        except RecursionError as error:
             raise StateDictError(f"{self._where}: {error}") from error
         self.leaves: dict[str, Any] = leaves
         """By name: tensors without values, and Python values whose tensors have none."""

@@ -1,0 +1,124 @@
+"""A converted state dict is the one that was saved: its keys, its empty dicts, an optimizer that goes on with it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import ray_dcp as dcp
+from ray_dcp.errors import StateDictError
+from ray_dcp.maintenance.convert import convert
+from ray_dcp.maintenance.convert_plan import ConvertOptions, plan_convert
+from tests.planning.test_containers import same
+from tests.ranks import ThreadRanks, require_no_errors
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+def run(source, dest, **options):
+    convert(plan_convert(source, dest, ConvertOptions(**options)))
+    return dest
+
+
+def state():
+    return {
+        "opt": {"state": {0: {"m": torch.ones(2)}, 1: {"m": torch.zeros(2)}}, "param_groups": [{"lr": 0.1, "x": {}}]},
+        "sgd": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+        "ordered": OrderedDict([("z", 1), ("a", torch.ones(1))]),
+        "mixed": {"a": 1, 1: 2, None: 3, (1, "x"): torch.ones(1), False: {}},
+        "lists": [{}, {5: [{}, torch.ones(1)]}, []],
+        "empty": {},
+        "t": (1, {2: 3}),
+    }
+
+
+@pytest.mark.parametrize("source", ["dcp", "several ranks", "a user's planner", "torch", "dcp of dcp", "dcp of torch"])
+def test_a_torch_file_has_the_state_dict_that_was_saved(tmp_path, source):
+    place = tmp_path / "source"
+    if source == "several ranks":
+        require_no_errors(ThreadRanks(3).save(lambda rank: state(), place))
+    elif source == "a user's planner":
+
+        class Theirs(torch_dcp.DefaultSavePlanner):
+            pass
+
+        dcp.save(state(), checkpoint_id=place, planner=Theirs(), no_dist=True)
+    elif source.endswith("torch"):
+        torch.save(state(), place)
+    else:
+        dcp.save(state(), checkpoint_id=place, no_dist=True)
+    if source.startswith("dcp of"):
+        place = run(place, tmp_path / "between", to="dcp")
+    found = torch.load(run(place, tmp_path / "out.pt"), weights_only=True)
+    assert same(found, state())
+
+
+def trained(make):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.linspace(-1, 1, 6).reshape(2, 3)).square().sum().backward()
+    optimizer.step()
+
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "writer"),
+    [("adam", "ours"), ("sgd", "ours"), ("momentum", "ours"), ("adam", "torch's"), ("momentum", "torch's")],
+)
+def test_an_optimizer_goes_on_with_a_converted_state_bit_for_bit(tmp_path, kind, writer):
+    """Of a checkpoint without ray_dcp's manifest by the layout of torch's optimizers.
+
+    There the empty state of plain SGD is lost: torch stores nothing of it.
+    """
+    model, optimizer = trained(OPTIMIZERS[kind])
+    save = dcp.save if writer == "ours" else torch_dcp.save
+    save({"m": model.state_dict(), "o": {"opt": optimizer.state_dict()}}, checkpoint_id=tmp_path / "c", no_dist=True)
+    found = torch.load(run(tmp_path / "c", tmp_path / "out.pt"), weights_only=True)
+    other, its_optimizer = trained(OPTIMIZERS[kind])
+    for parameter in other.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    its_optimizer = OPTIMIZERS[kind](other.parameters())
+    other.load_state_dict(found["m"])
+    its_optimizer.load_state_dict(found["o"]["opt"])
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, its_optimizer)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_names_that_change_are_the_keys_and_what_is_left_out_stays_out(tmp_path):
+    dcp.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    found = torch.load(run(tmp_path / "c", tmp_path / "a.pt", add_prefix="x."), weights_only=True)
+    assert found["x.opt.state.0.m"].tolist() == [1, 1]
+    found = torch.load(run(tmp_path / "c", tmp_path / "b.pt", include=["opt.*"]), weights_only=True)
+    assert same(found, {"opt": state()["opt"]})
+    found = torch.load(run(tmp_path / "c", tmp_path / "d.pt", exclude=["opt.*", "sgd*", "mixed*"]), weights_only=True)
+    assert found.keys() == {"ordered", "lists", "empty", "t"}
+
+
+def test_a_torch_file_with_two_keys_of_one_name_is_refused_and_both_told(tmp_path):
+    torch.save({"x": {0: 1, "0": 2}}, tmp_path / "a.pt")
+    with pytest.raises(StateDictError, match=r"a\.pt: two values have one name") as caught:
+        plan_convert(tmp_path / "a.pt", tmp_path / "c", ConvertOptions(to="dcp"))
+    assert caught.value.problems == ("x.0: state_dict['x'][0] and state_dict['x']['0']",)
