@@ -32,4 +32,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-other build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -14,6 +14,7 @@ import functools
 import io
 import ipaddress
 import logging
+import operator
 import os
 import pathlib
 import pickle
@@ -282,6 +283,15 @@ def test_a_member_of_an_allowed_enum_is_read_as_early_python_3_11_stored_it():
         for name in ("__class__", "mro", "__members__", "value"):
             with pytest.raises(UnsafeDataError):
                 decoded(frame_pickle(pickle.dumps(Getattr(Color, name), 2)))
+
+
+def test_flags_that_are_set_together_are_read_as_early_python_3_11_stored_them():
+    program = pickle.dumps(Reduced(operator.or_, (Getattr(Rights, "READ"), Getattr(Rights, "WRITE"))), 2)
+    with torch.serialization.safe_globals([Rights]):
+        assert decoded(frame_pickle(program)) == Rights.READ | Rights.WRITE
+    for operands in ((1, 2), ({1}, {2}), (Rights.READ, 1)):
+        with pytest.raises(UnsafeDataError):
+            decoded(frame_pickle(pickle.dumps(Reduced(operator.or_, operands), 2)))
 
 
 class Getattr:
