@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,19 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _num_paused -= 1
+            _num_paused = max(0, _num_paused - 1)  # in a fork that was made within the block it is 0 already
             if _num_paused == 0 and _was_enabled:
                 gc.enable()
+
+
+def _end_pauses_of_parent() -> None:
+    """A fork has none of the threads that would end them."""
+    global _num_paused
+    if _num_paused and _was_enabled:
+        gc.enable()
+    _num_paused = 0
+    _lock.release()
+
+
+# The lock is taken over the fork: no other thread has it then, and what it guards is whole.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_end_pauses_of_parent)
