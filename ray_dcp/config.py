@@ -37,6 +37,8 @@ class Limits:
     coordinator_timeout_s: float = 30.0
     """A coordinator that does not answer for this long is replaced; one that cannot be found is looked for as long. A
     new process then takes some seconds to start."""
+    finish_timeout_s: float = 1800.0
+    """A ``RankPool`` that is left or formed anew gives the asynchronous saves of its ranks so long to be over."""
 
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(self):

@@ -29,7 +29,8 @@
     |   |-- RankAbsentError (TimeoutError)       a rank did not make the call that others made
     |   |-- StalledError (TimeoutError)          a rank, or the coordinator's own step, stopped making progress
     |   |-- CoordinatorLostError                 the coordinator died
-    |   `-- NotEnoughResourcesError              the cluster has no room for min_ranks
+    |   |-- NotEnoughResourcesError              the cluster has no room for min_ranks
+    |   `-- UnfinishedSavesError (TimeoutError)  ranks were stopped in the middle of asynchronous saves
     `-- CheckpointException                      what every rank of a failed save or load sees
 
 ``CheckpointException`` and ``UntoldSaveError`` are defined in ``ray_dcp.protocol.failures``: they are also torch's
@@ -361,3 +362,20 @@ class NotEnoughResourcesError(GroupError):
         self.min_ranks = min_ranks
         self.fit = fit
         self.resources_per_rank = dict(resources_per_rank)
+
+
+class UnfinishedSavesError(GroupError, TimeoutError):
+    """Ranks were stopped in the middle of asynchronous saves; ``unfinished`` maps each rank to what it was saving.
+
+    Nothing of these saves is committed. Raise ``finish_timeout_s``, or wait for saves before the pool is left.
+    """
+
+    def __init__(self, *, group: str, unfinished: Mapping[int, str], timeout_s: float) -> None:
+        listed = "; ".join(f"rank {rank}: {what}" for rank, what in sorted(unfinished.items()))
+        super().__init__(
+            f"its ranks were stopped before their asynchronous saves were over ({listed}), which took longer than "
+            f"{timeout_s:g} s (finish_timeout_s). Nothing of these saves is committed.",
+            group=group,
+        )
+        self.unfinished = dict(unfinished)
+        self.timeout_s = timeout_s

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import sys
 import time
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -19,10 +25,21 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ray_dcp.cluster.coordinator_actor import end_coordinator, ensure_coordinator
+from ray_dcp.cluster.coordinator_actor import end_coordinator, ensure_coordinator, live_attempts
 from ray_dcp.cluster.group import RankGroup
+from ray_dcp.cluster.process import require_own_connection
 from ray_dcp.config import Limits
-from ray_dcp.errors import ConfigError, GroupError, NotEnoughResourcesError, RankLostError
+from ray_dcp.errors import (
+    ConfigError,
+    GroupError,
+    NotEnoughResourcesError,
+    RankLostError,
+    RayDcpError,
+    UnfinishedSavesError,
+)
+from ray_dcp.lifetime import before_exit
+from ray_dcp.protocol.background import Finished, finish_saves
+from ray_dcp.protocol.failures import UntoldSaveError
 
 _PLACEMENT_TIMEOUT_S = 15.0
 """Resources that are free now are placed in milliseconds; what takes this long is not there."""
@@ -31,7 +48,13 @@ _RELEASE_TIMEOUT_S = 5.0
 _LOOK_AGAIN_S = 0.05
 _START_TIMEOUT_S = 300.0
 _LAST_WORDS_S = 5.0
-"""When one rank is lost: how long the others have to show that they are, too."""
+"""When one rank is lost: how long the others have to show that they are, too. When a pool is left and no save is under
+way: how long a rank that is busy has to say how its last ones ended."""
+_LOOK_FOR_SAVES_S = 0.25
+
+logger = logging.getLogger(__name__)
+_started: weakref.WeakSet[RankPool] = weakref.WeakSet()
+"""The pools of this process whose ranks are up."""
 
 
 class RankPool:
@@ -40,7 +63,7 @@ class RankPool:
     ``ActorClass`` is a plain class or a ``ray.remote`` one. Each actor joins the group before its constructor runs, so
     ``ray_dcp.current_group()`` gives its rank there already. ``resources_per_rank`` are Ray resources: "CPU", "GPU",
     "memory" or custom ones. ``limits`` say how long ranks wait for what. Usable as ``with RankPool(...) as pool:``,
-    which starts and shuts it down.
+    which starts and shuts it down. Asynchronous saves that are under way then are finished before the ranks end.
     """
 
     def __init__(
@@ -70,6 +93,7 @@ class RankPool:
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._generation: int | None = None
+        self._pid = os.getpid()
 
     @property
     def world_size(self) -> int:
@@ -86,6 +110,13 @@ class RankPool:
 
         Raises ``NotEnoughResourcesError``, or what a rank's constructor raised.
         """
+        require_own_connection()
+        if not ray.is_initialized():
+            raise GroupError(
+                "this process is not connected to Ray. Call ray.init() first, for a Ray of this machine, or "
+                'ray.init(address="auto") on a node of a cluster',
+                group=self.name,
+            )
         if self._actors:
             raise GroupError("the pool is started already; use restart() to re-form it", group=self.name)
         self._placement = self._place()
@@ -99,8 +130,10 @@ class RankPool:
             ready = [actor.ray_dcp_ready.remote() for actor in self._actors]
             self._generation = self._collect(ready, timeout_s=_START_TIMEOUT_S)[0]
         except BaseException:
-            self.shutdown()
+            self._end()
             raise
+        _started.add(self)
+        _shut_down_at_exit()
         return world_size
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -113,23 +146,80 @@ class RankPool:
         return self._collect([getattr(actor, method).remote(*args, **kwargs) for actor in self._actors])
 
     def restart(self) -> int:
-        """Re-form on what is there now: new processes, a new generation; return how many ranks."""
+        """Re-form on what is there now: new processes, a new generation; return how many ranks.
+
+        Asynchronous saves that are under way are finished first, as far as their ranks live. When the new ranks are up
+        it raises as ``shutdown`` does, unless a save failed since ranks were lost: that is what a restart is for.
+        """
+        finished = self._finish_saves()
         self._stop_ranks()
-        return self.start()
+        world_size = self.start()
+        untold = finished.error("restart", world_size)
+        if isinstance(untold, UntoldSaveError) and _is_loss(untold):
+            logger.warning("%s", untold.args[0])
+        elif untold is not None:
+            raise untold
+        return world_size
 
     def shutdown(self) -> None:
-        """Stop all ranks and the coordinator. Idempotent."""
+        """Stop all ranks, when their asynchronous saves are over, and the coordinator. Idempotent.
+
+        Raises, when all is stopped, ``EarlierSaveError`` where a save failed and nobody had looked, and
+        ``UnfinishedSavesError`` where one took longer than ``finish_timeout_s`` of the limits.
+        """
+        if self._pid != os.getpid():
+            return  # a fork of who started it: the ranks are not its own
+        try:
+            finished = self._finish_saves()
+        finally:
+            self._end()
+        untold = finished.error("shutdown", None)
+        if untold is not None:
+            raise untold
+
+    def _end(self) -> None:
         self._stop_ranks()
-        if self._generation is not None:
+        if self._generation is not None and ray.is_initialized():
             end_coordinator(self.name, generation=self._generation)
-            self._generation = None
+        self._generation = None
 
     def __enter__(self) -> RankPool:
         self.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.shutdown()
+        except RayDcpError as untold:
+            if error is None:
+                raise
+            logger.error("%s", untold.args[0])  # the block's own error goes on
+
+    def _finish_saves(self) -> _FinishedSaves:
+        """Ask each rank to finish its saves; one that is busy hears it late, but the coordinator knows what goes on."""
+        if not self._actors or not ray.is_initialized():
+            return _FinishedSaves(self.name, self.limits.finish_timeout_s, {})
+        asked = {
+            actor.ray_dcp_finish_saves.remote(self.limits.finish_timeout_s): rank
+            for rank, actor in enumerate(self._actors)
+        }
+        finished: dict[int, Finished] = {}
+        quiet_since = time.monotonic()
+        deadline = quiet_since + self.limits.finish_timeout_s + _LAST_WORDS_S  # ranks keep to the limit by themselves
+        while asked and time.monotonic() < deadline:
+            for reference in ray.wait(list(asked), num_returns=1, timeout=_LOOK_FOR_SAVES_S)[0]:
+                rank = asked.pop(reference)
+                with suppress(RayError):  # its process is lost, and was missed in the save itself
+                    finished[rank] = ray.get(reference)
+            if live_attempts(self.name):
+                quiet_since = time.monotonic()
+            elif time.monotonic() > quiet_since + _LAST_WORDS_S:
+                logger.warning("ranks %s are busy: whether saves of theirs failed is not known", sorted(asked.values()))
+                return _FinishedSaves(self.name, self.limits.finish_timeout_s, finished)
+        busy = {rank: Finished(["a save"], []) for rank in asked.values()}
+        return _FinishedSaves(self.name, self.limits.finish_timeout_s, finished | busy)
 
     def _place(self) -> PlacementGroup:
         """Room for as many ranks as fit, taken."""
@@ -211,9 +301,13 @@ class RankPool:
 
     def _stop_ranks(self) -> None:
         """Return when what the ranks had is free again: who counts before that takes it for missing."""
-        for actor in self._actors:
+        _started.discard(self)
+        actors, self._actors = self._actors, []
+        if not ray.is_initialized():  # and so are they
+            self._placement = None
+            return
+        for actor in actors:
             ray.kill(actor)
-        self._actors = []
         if self._placement is None:
             return
         room = self._num_fitting() + self._num_placed(self._placement)
@@ -222,6 +316,43 @@ class RankPool:
         deadline = time.monotonic() + _RELEASE_TIMEOUT_S
         while self._num_fitting() < room and time.monotonic() < deadline:
             time.sleep(_LOOK_AGAIN_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _FinishedSaves:
+    """How the asynchronous saves of a pool's ranks have ended; ``by_rank`` of those that could be asked."""
+
+    group: str
+    timeout_s: float
+    by_rank: Mapping[int, Finished]
+
+    def error(self, call: str, result: Any) -> RayDcpError | None:
+        """What is to be raised by the ``call`` of the pool that has waited for them."""
+        unfinished = {rank: ", ".join(one.unfinished) for rank, one in self.by_rank.items() if one.unfinished}
+        if unfinished:
+            return UnfinishedSavesError(group=self.group, unfinished=unfinished, timeout_s=self.timeout_s)
+        for _, one in sorted(self.by_rank.items()):
+            for failure in one.failures:
+                return UntoldSaveError.told_by(failure, call, result)
+        return None
+
+
+def _is_loss(untold: UntoldSaveError) -> bool:
+    return any(failure.error_type == RankLostError.__name__ for failure in untold.rank_failures)
+
+
+@functools.cache
+def _shut_down_at_exit() -> None:
+    """Ranks end with the process that has started them: what they save behind it is to be finished before."""
+    before_exit(_shut_down_all)
+
+
+def _shut_down_all() -> None:
+    for pool in [*_started]:
+        try:
+            pool.shutdown()
+        except RayDcpError as untold:
+            print(f"ray_dcp: {untold}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +394,10 @@ def _rank_class(ActorClass: Any) -> type:
             if self._ray_dcp_failure is not None:
                 raise self._ray_dcp_failure
             return self._ray_dcp_group.generation
+
+        def ray_dcp_finish_saves(self, timeout_s: float) -> Finished:
+            """Returns when the asynchronous saves of this process are over."""
+            return finish_saves(timeout_s)
 
     Rank.__name__ = Rank.__qualname__ = user_class.__name__
     return Rank

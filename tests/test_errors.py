@@ -43,6 +43,7 @@ EXAMPLES = [
     errors.StalledError(group="run-7", rank=2, phase="write", stalled_s=600.0, nbytes=1 << 30),
     errors.CoordinatorLostError("killed", group="run-7"),
     errors.NotEnoughResourcesError(group="run-7", min_ranks=4, fit=2, resources_per_rank={"CPU": 1.0}),
+    errors.UnfinishedSavesError(group="run-7", unfinished={1: "the save of /c"}, timeout_s=5.0),
     CheckpointException(
         "save", "/dir/step-1", [RankFailure(1, "write", "StoreError", "no space left", "Traceback ..."), DEAD]
     ),

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+import time
 
 import pytest
 import ray
 import torch
 
 import ray_dcp as dcp
-from ray_dcp.errors import ConfigError, GroupError, NotEnoughResourcesError, RankLostError
+from ray_dcp.errors import (
+    ConfigError,
+    EarlierSaveError,
+    GroupError,
+    NotEnoughResourcesError,
+    RankLostError,
+    UnfinishedSavesError,
+)
 from tests.cluster.test_group import ray_dcp_actors, until
 
 pytestmark = pytest.mark.ray
@@ -38,6 +48,23 @@ class Holder:
         if self.rank in victims:
             os.kill(os.getpid(), 9)
         self.save(checkpoint_id)
+
+    def save_behind(self, checkpoint_id, gate, fails_on=None):
+        """Written once the file ``gate`` is there."""
+
+        class Gated(dcp.StoreWriter):
+            def write_data(writer, plan, planner):
+                while not os.path.exists(gate):
+                    time.sleep(0.02)
+                if self.rank == fails_on:
+                    raise OSError(28, "No space left on device")
+                return super().write_data(plan, planner)
+
+        shards = dcp.LocalShards((2 * self.world_size, 3), {(2 * self.rank, 0): self.rows})
+        dcp.async_save({"rows": shards}, storage_writer=Gated(checkpoint_id))
+
+    def be_busy(self):
+        time.sleep(600)
 
     def raise_on(self, rank):
         if rank == self.rank:
@@ -144,3 +171,47 @@ def test_a_pool_has_what_one_before_it_had(ray_session):
     for name in ("former", "latter"):
         with dcp.RankPool(Holder, name=name, max_ranks=3, resources_per_rank={"CPU": 5}) as pool:
             assert pool.world_size == 3
+
+
+def first_rows(place):
+    whole = {"rows": torch.full((4, 3), float("nan"))}
+    dcp.load(whole, checkpoint_id=place, no_dist=True)
+    return whole["rows"][:, 0].tolist()
+
+
+def test_saves_under_way_are_finished_before_the_ranks_end_and_a_failure_is_raised(ray_session, tmp_path):
+    gate = tmp_path / "gate"
+    pool = dcp.RankPool(Holder, name="finishing", max_ranks=2, resources_per_rank=SMALL)
+    pool.start()
+    pool.run("save_behind", tmp_path / "a", gate)
+    busy = [actor.be_busy.remote() for actor in pool.actors]  # so that no rank can say what it is about
+    threading.Timer(0.5, gate.touch).start()
+    assert (pool.restart(), len(busy)) == (2, 2)
+    assert first_rows(tmp_path / "a") == [0.0, 0.0, 1.0, 1.0]
+    pool.run("save_behind", tmp_path / "b", gate)
+    pool.run("save_behind", tmp_path / "failed", gate, fails_on=1)
+    with pytest.raises(EarlierSaveError, match=r"this shutdown has succeeded.*failed.*No space left") as caught:
+        pool.shutdown()
+    assert (pool.world_size, caught.value.failed_ranks) == (0, (1,))
+    assert first_rows(tmp_path / "b") == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_saves_that_take_too_long_are_named_and_do_not_hide_the_blocks_own_error(ray_session, tmp_path, caplog):
+    limits = dcp.Limits(finish_timeout_s=0.5)
+    pool = dcp.RankPool(Holder, name="cut-off", max_ranks=2, resources_per_rank=SMALL, limits=limits)
+
+    def block():
+        with pool:
+            pool.run("save_behind", tmp_path / "a", tmp_path / "never")
+            with pytest.raises(UnfinishedSavesError, match="finish_timeout_s") as caught:
+                pool.restart()
+            assert set(caught.value.unfinished) == {0, 1}
+            assert str(tmp_path / "a") in caught.value.unfinished[0]
+            (tmp_path / "gate").touch()
+            pool.run("save_behind", tmp_path / "failed", tmp_path / "gate", fails_on=0)
+            raise KeyError("own mistake")
+
+    with pytest.raises(KeyError, match="own mistake"), caplog.at_level(logging.ERROR):
+        block()
+    assert "No space left" in caplog.text
+    assert not (tmp_path / "a" / ".metadata").exists()

@@ -150,6 +150,11 @@ class CoordinatorActor:
         self._watch_keeper(keeper[0])
         self._write_record()
 
+    async def live_attempts(self) -> frozenset[str]:
+        """The saves that are under way."""
+        await self._start()
+        return self._coordinator.attempts[0]
+
     async def generation(self) -> int:
         await self._start()
         return self._coordinator.generation
@@ -270,6 +275,16 @@ def _on_head_node() -> Any:
     # Ray often does not follow a soft wish for a node without CPUs, which a head should be.
     head = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD_RESOURCE in node["Resources"]]
     return NodeAffinitySchedulingStrategy(head[0], soft=False) if head else "DEFAULT"
+
+
+def live_attempts(name: str) -> frozenset[str]:
+    """The saves of group ``name`` that are under way, as far as its coordinator says."""
+    try:
+        coordinator = ray.get_actor(f"coordinator/{name}", namespace=NAMESPACE)
+        attempts: frozenset[str] = ray.get(coordinator.live_attempts.remote(), timeout=10)
+    except (ValueError, RayActorError, GetTimeoutError):
+        return frozenset()
+    return attempts
 
 
 def end_coordinator(name: str, *, generation: int | None = None) -> None:

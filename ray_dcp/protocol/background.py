@@ -14,9 +14,10 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -173,7 +174,7 @@ class BackgroundSaves:
             return result
         response, failure = untold
         response._look()
-        raise UntoldSaveError(failure.kind, failure.checkpoint_id, failure.rank_failures, kind, result) from failure
+        raise UntoldSaveError.told_by(failure, kind, result) from failure
 
     def _oldest_untold(self, *, but: object = None) -> tuple[AsyncSaveResponse, CheckpointException] | None:
         for response in self._started:
@@ -211,6 +212,27 @@ def _checkpoint_exception(error: BaseException | None) -> CheckpointException:
 
 
 # The end of the process, and its forks.
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How the asynchronous saves of a process have ended that somebody waited for at its end."""
+
+    unfinished: Sequence[str]
+    """What still goes on, for people."""
+    failures: Sequence[CheckpointException]
+    """Those of which nobody had known."""
+
+
+def finish_saves(timeout_s: float) -> Finished:
+    """Wait, at most so long, for all saves of this process; whoever asks is told, so nobody else will be."""
+    responses = tuple(_untold)
+    wait(responses, timeout=timeout_s)
+    failures = [failure for response in responses if (failure := response.untold_failure()) is not None]
+    for response in responses:
+        if response.done():
+            response._look()
+    return Finished([response.what for response in responses if not response.done()], failures)
 
 
 @functools.cache

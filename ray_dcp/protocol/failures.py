@@ -134,6 +134,11 @@ class UntoldSaveError(EarlierSaveError, CheckpointException):
         CheckpointException.__init__(self, kind, checkpoint_id, rank_failures)
         EarlierSaveError.__init__(self, self.args[0], call, result)
 
+    @classmethod
+    def told_by(cls, failure: CheckpointException, call: str, result: Any) -> UntoldSaveError:
+        """``failure``, as a ``call`` raises it that has itself succeeded with ``result``."""
+        return cls(failure.kind, failure.checkpoint_id, failure.rank_failures, call, result)
+
     def __reduce__(self) -> tuple[Any, ...]:
         facts = self.portable_facts()
         told = (self.kind, self.checkpoint_id, self.rank_failures, self.call, facts["result"])
