@@ -142,6 +142,28 @@ class StoreReader(StorageReader):
                 wants.append(want_of(self._number(record), *passing) if passing is not None else None)
         return offer_of([want for want in wants if want is not None], self.sharing, store, self._opened)
 
+    def are_stored_alike(self, fqns: Sequence[str]) -> bool:
+        """Whether these stored tensors have the same values for certain: at one place, or by all their checksums."""
+        if self._entries is None or self._opened is None:
+            return False
+        numbers: dict[str, list[int]] = {fqn: [] for fqn in fqns}
+        for number, fqn in enumerate(self._entries.column("fqn")):
+            if fqn in numbers:
+                numbers[fqn].append(number)
+        chunks = [
+            sorted([self._entries[number] for number in of], key=lambda one: one.offsets or ())
+            for of in numbers.values()
+        ]
+        checked = not self._opened.unchecked
+        alike = {
+            tuple(
+                (one.offsets, one.sizes, one.dtype, one.block_crcs if checked else (one.file, one.payload_offset))
+                for one in entries
+            )
+            for entries in chunks
+        }
+        return len(alike) == 1
+
     def share_reads(self, share: NodeShare | None, rank: int) -> None:
         """Take part in ``share`` in the next ``read_data``, of the plan that was offered."""
         self._share = (share, rank) if share is not None else None

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.flat import LEAVES, in_key_order
+from ray_dcp.planning.meta_modules import give_state
 from ray_dcp.planning.per_rank import OneRanksValue, PerRank
 
 _NEVER_STATEFUL = frozenset((int, float, str, bytes, bool, type(None), dict, list, tuple, OrderedDict))
@@ -138,6 +139,11 @@ class CollectedTemplate:
         """Whether ``restore`` calls any ``load_state_dict``."""
         return bool(self._slots)
 
+    @property
+    def statefuls(self) -> list[tuple[str, Stateful]]:
+        """Each with its name."""
+        return [(slot.fqn, slot.stateful) for slot in self._slots]
+
     def restore(self, is_wanted: Callable[[str], bool] = lambda fqn: True) -> None:
         """Give everything back to where it was found, what lies inside of a ``Stateful`` first.
 
@@ -154,7 +160,7 @@ class CollectedTemplate:
                         _put(original, key, value)
         for slot in self._slots:
             if is_wanted(slot.fqn):
-                slot.stateful.load_state_dict(slot.container[slot.key])
+                give_state(slot.stateful, slot.container[slot.key])
 
     def _fill_in(self, copy: Any, name: str, problems: list[str]) -> None:
         """Replace in the dict or list ``copy`` what must be: ``Stateful``s, and what leads to them."""

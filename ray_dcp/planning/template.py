@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.layouts import ReadLayouts, local_part
+from ray_dcp.planning.overlaps import SharedMemory, shared_memory, tied_to
 from ray_dcp.planning.stored_names import EVERYTHING, NameChoice
 from ray_dcp.planning.template_check import TemplateCheck, compare, without_names
 from ray_dcp.planning.template_fill import Growth, empty_places
@@ -125,7 +126,21 @@ class TemplatePlanner(DefaultLoadPlanner):
     def check(self, *, strict: bool = True) -> TemplateCheck:
         """Compare the template with the checkpoint, once the local plan is made; ``strict``: what lacks is refused."""
         assert self.metadata is not None
-        return compare(self.state_dict, self.metadata, self._problems, empty=self._empty, strict=strict)
+        saved = self.metadata.state_dict_metadata
+        lacking = self.state_dict.keys() - saved.keys()
+        tied = tied_to(self.state_dict, self.state_dict.keys() & saved.keys(), lacking) if lacking else set[str]()
+        for fqn in tied:
+            if self.state_dict[fqn].is_meta:
+                self._memory.lacks(fqn, self.state_dict[fqn])
+        return compare(self.state_dict, self.metadata, self._problems, tied=tied, empty=self._empty, strict=strict)
+
+    def shared_memory(self) -> list[SharedMemory]:
+        """Which of the tensors that will be filled share memory."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        return shared_memory(
+            {fqn: value for fqn, value in self.state_dict.items() if isinstance(value, torch.Tensor) and fqn in saved}
+        )
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The memory to fill; the whole of a tensor, which most reads are for, is found without slicing it."""

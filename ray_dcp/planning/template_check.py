@@ -46,19 +46,26 @@ def without_names(check: TemplateCheck | None) -> TemplateCheck | None:
 
 
 def compare(
-    template: Mapping[str, Any], metadata: Metadata, problems: Collection[str], *, empty: Collection[str], strict: bool
+    template: Mapping[str, Any],
+    metadata: Metadata,
+    problems: Collection[str],
+    *,
+    tied: Collection[str],
+    empty: Collection[str],
+    strict: bool,
 ) -> TemplateCheck:
     """``template`` by names, with what is filled in empty places, against a checkpoint.
 
-    ``problems`` are those found so far; ``empty`` the places that stay empty. Names that come near are looked for only
+    ``problems`` are those found so far; ``tied`` are names of tensors that are filled under another one; ``empty`` the
+    places that stay empty. Names that come near are looked for only
     where missing ones are refused.
     """
     saved = metadata.state_dict_metadata
-    wanted = template.keys() & saved.keys()
+    wanted = (template.keys() & saved.keys()).union(tied)
     world_sizes = per_rank_world_sizes(saved.keys() - template.keys())
     missing: set[str] = set()
     found = list(problems)
-    lacking = template.keys() - saved.keys()
+    lacking = template.keys() - wanted
     for fqn in lacking:
         base = per_rank_base(fqn)
         value = template[fqn]

@@ -14,7 +14,7 @@ import functools
 import inspect
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ray_dcp.collector import collector_paused
@@ -33,6 +33,7 @@ from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import ConfigError, StateDictError, without_keys
 from ray_dcp.planning.collect import CollectedTemplate
 from ray_dcp.planning.flat import flat_state
+from ray_dcp.planning.optimizer_check import optimizer_problems
 from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.shared_reads import ShareOffer
 from ray_dcp.planning.stored_names import EVERYTHING, NameChoice, SeenNames, seen_names
@@ -41,7 +42,6 @@ from ray_dcp.planning.template_check import TemplateCheck, without_names
 from ray_dcp.planning.template_hook import template_of
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
-from ray_dcp.protocol.counting import CountingPlanner
 from ray_dcp.protocol.load_session import (
     NO_GLOBAL_STEP,
     LoadContribution,
@@ -49,9 +49,11 @@ from ray_dcp.protocol.load_session import (
     SendPlans,
     plan_load_globally,
 )
+from ray_dcp.protocol.python_values import PythonValues, reads_parts
 from ray_dcp.protocol.replica_warnings import warn_of_loading_differing
 from ray_dcp.protocol.session import OnRankZero
 from ray_dcp.protocol.set_up import accepted
+from ray_dcp.protocol.shared_values import differing_values
 from ray_dcp.wording import MAX_LISTED
 
 
@@ -118,6 +120,8 @@ class _Template:
 @dataclass(frozen=True, slots=True)
 class _PlannedLoad:
     plan: LoadPlan
+    """What is still to be read."""
+    python: PythonValues
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -159,10 +163,10 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
     template = _collect_template(request, seen.metadata, call)
     with phase(call, "read"), template.per_rank.expanded(seen.metadata.state_dict_metadata), torch.no_grad():
         planned = _plan(request, template, metadata, seen, call)
-        puts = _read(request, planned, call)
-        any_restores: bool = call.exchange("read", bool(puts) or _runs_code_to_restore(request, template))
-        for put_python_value in puts:
-            put_python_value()
+        planned.python.fill(planned.plan)
+        runs_code = planned.python.has_any or _runs_code_to_restore(request, template)
+        any_restores: bool = call.exchange("read", runs_code)
+        planned.python.put()
         if isinstance(request.planner, TemplatePlanner):
             request.planner.put_loaded()
     _restore(request, template, call, together=any_restores)
@@ -218,13 +222,20 @@ def _plan(request: LoadRequest, template: _Template, metadata: Metadata, seen: S
             local_plan = _plan_locally(request, template, metadata, seen, call)
             carried = _carried(request, call) if call.rank == 0 else None
             check = _check(request)
-            offer = _shared_reads_offer(request, local_plan, call)
-        problems = (
-            *template.per_rank.problems(seen.metadata.state_dict_metadata),
-            *_unfit_patterns(request, metadata, template),
-        )
+            problems = _unfit_patterns(request, metadata, template)
+            problems += template.per_rank.problems(seen.metadata.state_dict_metadata)
+            python = PythonValues(
+                request.planner,
+                request.reader,
+                call.progress,
+                trusted=request.trusted,
+                checkpoint_id=request.checkpoint_id,
+            )
+            if not problems and not _is_refused(check, request.strict):
+                problems += _read_first(request, template, seen, local_plan, python)
+            offer = _shared_reads_offer(request, python.rest_of(local_plan), call)
         sent = None if _has_no_global_step(request) else local_plan
-        contribution = LoadContribution(sent, without_names(check), request.strict, problems, carried, offer)
+        contribution = LoadContribution(sent, without_names(check), request.strict, tuple(problems), carried, offer)
         answer = call.exchange("plan", contribution)
         if isinstance(answer, SendPlans):
             answer = call.exchange("plans", local_plan)
@@ -239,7 +250,31 @@ def _plan(request: LoadRequest, template: _Template, metadata: Metadata, seen: S
                 warn_of_loading_differing(
                     [one for one in request.reader.differing if one.fqn in wanted], request.checkpoint_id
                 )
-    return _planned(plan, check, unexpected)
+    return _planned(plan, python, check, unexpected)
+
+
+def _is_refused(check: TemplateCheck | None, strict: bool | str) -> bool:
+    """Whether this rank's own template is reason enough to refuse the load."""
+    return check is not None and bool(check.problems or (check.lacking and strict))
+
+
+def _read_first(
+    request: LoadRequest, template: _Template, seen: SeenNames, plan: LoadPlan, python: PythonValues
+) -> list[str]:
+    """Read what decides whether all of ``plan`` can be loaded, before anything is; a line for each thing that is wrong.
+
+    Raises what keeps a Python value from being decoded.
+    """
+    planner, reader = request.planner, request.reader
+    if not (_has_no_global_step(request) and reads_parts(reader)):
+        return []
+    python.read_first(plan)
+    if not isinstance(planner, TemplatePlanner):
+        return []
+    names = seen.metadata.state_dict_metadata
+    statefuls = template.collected.statefuls
+    problems = optimizer_problems(statefuls, names, python.decoded, strict=bool(request.strict))
+    return problems + differing_values(planner.shared_memory(), plan, planner, reader)
 
 
 def _check(request: LoadRequest) -> TemplateCheck | None:
@@ -306,22 +341,14 @@ def _reads_alone(reader: StorageReader) -> bool:
     return type(reader).prepare_global_plan in (StoreReader.prepare_global_plan, FileSystemReader.prepare_global_plan)
 
 
-def _planned(plan: LoadPlan, check: TemplateCheck | None, unexpected: tuple[str, ...]) -> _PlannedLoad:
+def _planned(
+    plan: LoadPlan, python: PythonValues, check: TemplateCheck | None, unexpected: tuple[str, ...]
+) -> _PlannedLoad:
+    rest = python.rest_of(plan)
     if check is None:
         loaded = tuple(sorted({item.dest_index.fqn for item in plan.items}))
-        return _PlannedLoad(plan, loaded, (), unexpected)
-    return _PlannedLoad(plan, check.wanted, check.missing, unexpected)
-
-
-def _read(request: LoadRequest, planned: _PlannedLoad, call: Call) -> list[Callable[[], None]]:
-    """Fill the tensors; the Python values, decoded, are kept back until every rank has read all of its own."""
-    planner: Any = CountingPlanner(request.planner, call.progress)
-    kept_back: list[tuple[ReadItem, io.BytesIO]] = []
-    if isinstance(request.reader, StoreReader):
-        planner = _PythonValuesLater(request.planner, kept_back)
-    with collector_paused():
-        request.reader.read_data(planned.plan, planner).wait()
-        return [_python_put(request, item, content) for item, content in kept_back]
+        return _PlannedLoad(rest, python, loaded, (), unexpected)
+    return _PlannedLoad(rest, python, check.wanted, check.missing, unexpected)
 
 
 def _runs_code_to_restore(request: LoadRequest, template: _Template) -> bool:
@@ -329,17 +356,6 @@ def _runs_code_to_restore(request: LoadRequest, template: _Template) -> bool:
     # A user's reader hands those over while it reads: then nobody knows whether a ``PerRank`` is to be resharded.
     plain = type(request.state_dict) in (dict, OrderedDict) and isinstance(request.reader, StoreReader)
     return not plain or template.collected.runs_code
-
-
-def _python_put(request: LoadRequest, item: ReadItem, content: io.BytesIO) -> Callable[[], None]:
-    """What puts a Python value in place; raises now where the value cannot or must not be decoded."""
-    planner = request.planner
-    if isinstance(planner, TemplatePlanner):
-        return functools.partial(planner.put_python, item, planner.decode_python(item, content))
-    if not request.trusted:
-        file = getattr(content, "name", request.checkpoint_id)
-        decode_python(io.BytesIO(content.getvalue()), file=file, fqn=item.dest_index.fqn, trusted=False)
-    return functools.partial(planner.load_bytes, item, content)
 
 
 def _restore(request: LoadRequest, template: _Template, call: Call, *, together: bool) -> None:
@@ -369,36 +385,3 @@ def _report(request: LoadRequest, planned: _PlannedLoad) -> LoadReport:
         nbytes_read=reader.nbytes_read if isinstance(reader, StoreReader) else 0,
         nbytes_loaded=reader.nbytes_loaded if isinstance(reader, StoreReader) else 0,
     )
-
-
-class _PythonValuesLater(LoadPlanner):
-    """The planner as the reader sees it: tensors go to the real one, Python values are kept for later."""
-
-    def __init__(self, planner: LoadPlanner, kept_back: list[tuple[ReadItem, io.BytesIO]]) -> None:
-        self._planner = planner
-        self._kept_back = kept_back
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self._kept_back.append((read_item, value))
-
-    def resolve_tensor(self, read_item: ReadItem) -> Any:
-        return self._planner.resolve_tensor(read_item)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
-        self._planner.commit_tensor(read_item, tensor)
-        reached(Point.MID_READ)
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        self._planner.set_up_planner(*args, **kwargs)
-
-    def create_local_plan(self) -> LoadPlan:
-        return self._planner.create_local_plan()
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return self._planner.create_global_plan(global_plan)
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return self._planner.finish_plan(central_plan)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)

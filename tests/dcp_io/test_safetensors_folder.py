@@ -201,7 +201,7 @@ def test_a_template_that_does_not_fit_is_refused_before_anything_is_read(tmp_pat
     with pytest.raises(CheckpointException) as caught:
         dcp.load(template, checkpoint_id=tmp_path, no_dist=True)
     said = str(caught.value)
-    assert "w: the checkpoint has shape (3,)" in said
+    assert "w: Size mismatch: the checkpoint has shape (3,)" in said
     assert "v: the checkpoint has dtype torch.float32" in said
     assert "x" in said
     assert template["v"].tolist() == [0, 0]

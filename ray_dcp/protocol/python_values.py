@@ -1,0 +1,156 @@
+"""The Python values of one load on one rank: read and decoded before a tensor is filled, put in place after all are.
+
+So one that cannot be read, or must not be, is told while the template is as it was. Where a user's planner or reader
+changes plans globally, or reads in its own way, all is read at once, as under torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+
+from ray_dcp.collector import collector_paused
+from ray_dcp.dcp_io.metadata_file import decode_python
+from ray_dcp.dcp_io.store_reader import StoreReader
+from ray_dcp.errors import UnsafeDataError
+from ray_dcp.planning.template import TemplatePlanner
+from ray_dcp.points import Point, reached
+from ray_dcp.progress import Progress
+from ray_dcp.protocol.counting import CountingPlanner
+from ray_dcp.wording import joined
+
+
+class PythonValues:
+    """For one planner and reader. ``decoded`` has the values so far, by name, where ray_dcp's planner decodes them."""
+
+    def __init__(
+        self, planner: LoadPlanner, reader: StorageReader, progress: Progress, *, trusted: bool, checkpoint_id: str
+    ) -> None:
+        self.decoded: dict[str, Any] = {}
+        self._planner = planner
+        self._reader = reader
+        self._progress = progress
+        self._trusted = trusted
+        self._checkpoint_id = checkpoint_id
+        self._kept_back: list[tuple[ReadItem, io.BytesIO]] = []
+        self._puts: list[Callable[[], None]] = []
+        self._read: set[int] = set()
+        """Items of the local plan, by identity."""
+        self._rest: tuple[LoadPlan, LoadPlan] | None = None
+        """A plan and what is left of it: a reader may know a plan again."""
+
+    def read_first(self, plan: LoadPlan) -> None:
+        """Read and decode all Python values of ``plan``, a local one. Raises what one of them raises."""
+        items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        if items:
+            self._read = set(map(id, items))
+            self.fill(LoadPlan(items))
+
+    def rest_of(self, plan: LoadPlan) -> LoadPlan:
+        """What of ``plan`` is still to be read."""
+        if not self._read:
+            return plan
+        if self._rest is None or self._rest[0] is not plan:
+            rest = [item for item in plan.items if id(item) not in self._read]
+            self._rest = plan, replace(plan, items=rest)
+        return self._rest[1]
+
+    def fill(self, plan: LoadPlan) -> None:
+        """Read ``plan``: fill its tensors, decode its Python values."""
+        planner: Any = self._planner
+        if isinstance(self._reader, StoreReader) or reads_parts(self._reader):
+            planner = _PythonValuesLater(planner, self._kept_back)
+        if not isinstance(self._reader, StoreReader):
+            planner = CountingPlanner(planner, self._progress)
+        with collector_paused():
+            self._reader.read_data(plan, planner).wait()
+            self._decode()
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._puts)
+
+    def put(self) -> None:
+        """Hand the planner all that was read."""
+        for put in self._puts:
+            put()
+
+    def _decode(self) -> None:
+        unsafe: list[UnsafeDataError] = []
+        for item, content in self._kept_back:
+            try:
+                self._puts.append(self._python_put(item, content))
+            except UnsafeDataError as error:
+                unsafe.append(error)
+        self._kept_back.clear()
+        if unsafe:
+            raise _all_of(unsafe)
+
+    def _python_put(self, item: ReadItem, content: io.BytesIO) -> Callable[[], None]:
+        """What puts a Python value in place; raises now where the value cannot or must not be decoded."""
+        planner = self._planner
+        if isinstance(planner, TemplatePlanner):
+            value = self.decoded[item.dest_index.fqn] = planner.decode_python(item, content)
+            return functools.partial(planner.put_python, item, value)
+        if not self._trusted:
+            file = getattr(content, "name", self._checkpoint_id)
+            decode_python(io.BytesIO(content.getvalue()), file=file, fqn=item.dest_index.fqn, trusted=False)
+        return functools.partial(planner.load_bytes, item, content)
+
+
+def reads_parts(reader: StorageReader) -> bool:
+    """Whether a plan may be read in parts: by ray_dcp's reader, or torch's, of which nobody has changed that."""
+    return type(reader).read_data in (StoreReader.read_data, FileSystemReader.read_data)
+
+
+def _all_of(unsafe: Sequence[UnsafeDataError]) -> UnsafeDataError:
+    first = unsafe[0]
+    if len(unsafe) == 1:
+        return first
+    others = joined([error.fqn for error in unsafe[1:]])
+    error = UnsafeDataError(f"{first}. The same goes for {others}", file=first.file)
+    error.fqn = first.fqn
+    return error
+
+
+class _PythonValuesLater(LoadPlanner):
+    """The planner as the reader sees it: tensors go to the real one, Python values are kept for later."""
+
+    def __init__(self, planner: LoadPlanner, kept_back: list[tuple[ReadItem, io.BytesIO]]) -> None:
+        self._planner = planner
+        self._kept_back = kept_back
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self._kept_back.append((read_item, value))
+
+    def resolve_tensor(self, read_item: ReadItem) -> Any:
+        return self._planner.resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
+        self._planner.commit_tensor(read_item, tensor)
+        reached(Point.MID_READ)
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self._planner.set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> LoadPlan:
+        return self._planner.create_local_plan()
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return self._planner.create_global_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return self._planner.finish_plan(central_plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+
+__all__ = ["PythonValues", "reads_parts"]
