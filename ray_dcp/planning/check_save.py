@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ray_dcp.errors import StateDictError
+from ray_dcp.planning.cover import Held, cover_problem, is_covered
 from ray_dcp.wording import ranks_text
 
 _Kind = tuple[str, tuple[int, ...] | None, str]
@@ -38,20 +38,57 @@ def require_agreeing_plans(plans: Sequence[SavePlan]) -> None:
         )
 
 
-def require_whole_tensors(metadata: Metadata) -> None:
-    """Raise ``StateDictError`` naming each tensor whose planned chunks do not add up to all of it.
+def require_whole_tensors(metadata: Metadata, plans: Sequence[SavePlan] = ()) -> None:
+    """Raise ``StateDictError`` naming each tensor whose planned chunks are not all of it, each element once.
 
-    Torch's planner checks bounds and overlaps, but holes only where more than one rank takes part.
+    ``plans``, in rank order, say which ranks have what. Torch's planner checks bounds and overlaps, but holes only
+    where more than one rank takes part, and what it says of them are two numbers.
     """
-    problems = []
-    for fqn, saved in sorted(metadata.state_dict_metadata.items()):
-        if isinstance(saved, TensorStorageMetadata):
-            planned = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
-            whole = math.prod(saved.size)
-            if planned != whole:
-                problems.append(f"{fqn}: chunks of all ranks hold {planned} of {whole} elements")
-    if problems:
-        raise StateDictError("tensors are not whole across the ranks that save", problems)
+    tensors = {f: s for f, s in metadata.state_dict_metadata.items() if isinstance(s, TensorStorageMetadata)}
+    known: dict[Hashable, bool] = {}  # a model has thousands of tensors and a dozen layouts
+    wrong = {}
+    for fqn, saved in tensors.items():
+        layout = saved.size, tuple([(chunk.offsets, chunk.sizes) for chunk in saved.chunks])
+        if layout not in known:
+            known[layout] = is_covered(saved.size, _held(saved))
+        if not known[layout]:
+            wrong[fqn] = saved
+    if wrong:
+        held = held_by_ranks(plans, wrong)
+        raise not_whole({fqn: (saved.size, held[fqn] or _held(saved)) for fqn, saved in wrong.items()})
+
+
+def not_whole(tensors: Mapping[str, tuple[Sequence[int], Sequence[Held]]]) -> StateDictError:
+    """The error about these tensors: their sizes, and who has what of them."""
+    return StateDictError(
+        "the chunks of all ranks do not make up whole tensors, each element once",
+        [f"{fqn}: {cover_problem(size, held)}" for fqn, (size, held) in sorted(tensors.items())],
+    )
+
+
+def require_valid_plans(plans: Sequence[SavePlan]) -> None:
+    """As ``require_whole_tensors``, before a planner has put the plans together."""
+    sizes = {item.index.fqn: item.tensor_data.size for plan in plans for item in plan.items if item.tensor_data}
+    held = held_by_ranks(plans, sizes)
+    wrong = {fqn: (size, held[fqn]) for fqn, size in sizes.items() if not is_covered(size, held[fqn])}
+    if wrong:
+        raise not_whole(wrong)
+
+
+def held_by_ranks(plans: Sequence[SavePlan], fqns: Collection[str]) -> dict[str, list[Held]]:
+    """Of each name the chunks that ranks plan; a chunk that several have is there once."""
+    ranks_of: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = {fqn: {} for fqn in fqns}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.tensor_data is not None and item.index.fqn in ranks_of:
+                chunk = item.tensor_data.chunk
+                place = tuple(chunk.offsets), tuple(chunk.sizes)
+                ranks_of[item.index.fqn].setdefault(place, []).append(rank)
+    return {fqn: [Held(*place, tuple(ranks)) for place, ranks in places.items()] for fqn, places in ranks_of.items()}
+
+
+def _held(saved: TensorStorageMetadata) -> list[Held]:
+    return [Held(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
 
 
 def item_kind(item: WriteItem) -> _Kind:

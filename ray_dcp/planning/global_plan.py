@@ -2,7 +2,8 @@
 
 Replicated items go to the rank with the least to write (``_dedup_save_plans``, which counts the whole tensor for each
 chunk of it, while here a chunk counts for what it is); chunks of all ranks are put together
-and checked (``create_default_global_save_plan``, ``_validate_global_plan``). Values that lie alike are checked once.
+and checked (``create_default_global_save_plan``; where ``_validate_global_plan`` counts, ``cover`` says which rows of
+which ranks). Values that lie alike are checked once.
 """
 
 from __future__ import annotations
@@ -13,13 +14,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import _validate_global_plan
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.check_save import item_kind, require_agreeing_plans, require_whole_tensors
+from ray_dcp.planning.check_save import (
+    held_by_ranks,
+    item_kind,
+    not_whole,
+    require_agreeing_plans,
+    require_whole_tensors,
+)
 from ray_dcp.planning.plan_table import ItemLayout, Key, PlanTable, Ties
+
+_Extent = tuple[int, torch.Size | None]
+"""Bytes and shape of a chunk; None where it is no tensor's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +117,12 @@ def _deduplicated(
     if len(tables) == 1:
         return [None]
     holders: dict[Key, list[int]] = {}
-    nbytes: dict[Key, int] = {}
+    extents: dict[Key, _Extent] = {}
+    known: dict[_Extent, _Extent] = {}  # so that equal ones are one object
+    differs = False
     for rank, table in enumerate(tables):
         offsets = [layout.offset for layout in table.layouts]
-        sizes = [layout.nbytes or 1 for layout in table.layouts]
+        extent_of = [known.setdefault(extent, extent) for extent in map(_extent, table.layouts)]
         for fqn, number in zip(table.fqns, table.layout_of, strict=True):
             key = fqn, offsets[number]
             held = holders.get(key)
@@ -118,21 +130,57 @@ def _deduplicated(
                 holders[key] = [rank]
             else:
                 held.append(rank)
-            nbytes[key] = sizes[number]
+            extent = extent_of[number]
+            differs |= extents.setdefault(key, extent) is not extent
+    trimmed = _leave_out_empty_chunks(tables, holders, extents) if differs else ()
     planned_nbytes = [0] * len(tables)
     writer: dict[Key, int] = {}
     ties = _ties(tables)
     for key, ranks in _ties_last(holders, ties):
         chosen = ranks[0]
-        if len(ranks) > 1:
+        if len(ranks) > 1 or key in trimmed:
             lowest = lowest_rank or key in on_lowest_rank
             together = None if lowest or key not in ties else writer.get(ties[key], holders[ties[key]][0])
             if together in ranks:
                 writer[key] = together
                 continue
             chosen = writer[key] = min(ranks) if lowest else min(ranks, key=planned_nbytes.__getitem__)
-        planned_nbytes[chosen] += nbytes[key]
+        planned_nbytes[chosen] += extents[key][0]
     return [_kept(table, rank, writer) for rank, table in enumerate(tables)]
+
+
+def _leave_out_empty_chunks(
+    tables: Sequence[PlanTable], holders: dict[Key, list[int]], extents: dict[Key, _Extent]
+) -> Collection[Key]:
+    """An empty chunk may lie where another rank has a real one, which is the one to write: those of which it was so.
+
+    Two real ones that begin at one place and end at different ones overlap: raises ``StateDictError``.
+    """
+    sizes: dict[Key, dict[int, torch.Size]] = {}
+    for rank, table in enumerate(tables):
+        for fqn, number in zip(table.fqns, table.layout_of, strict=True):
+            data = table.layouts[number].tensor_data
+            if data is not None and 0 not in data.chunk.sizes:
+                key = fqn, table.layouts[number].offset
+                sizes.setdefault(key, {})[rank] = data.chunk.sizes
+                extents[key] = _extent(table.layouts[number])
+    overlapping = {key[0] for key, of_rank in sizes.items() if len(set(of_rank.values())) > 1}
+    if overlapping:
+        held = held_by_ranks([table.plan() for table in tables], overlapping)
+        whole = {
+            fqn: table.layouts[number].tensor_data.size  # type: ignore[union-attr]  # a tensor's
+            for table in tables
+            for fqn, number in zip(table.fqns, table.layout_of, strict=True)
+            if fqn in overlapping
+        }
+        raise not_whole({fqn: (whole[fqn], held[fqn]) for fqn in overlapping})
+    trimmed = {key: sorted(of_rank) for key, of_rank in sizes.items() if len(of_rank) < len(holders[key])}
+    holders.update(trimmed)
+    return trimmed.keys()
+
+
+def _extent(layout: ItemLayout) -> _Extent:
+    return layout.nbytes or 1, None if layout.tensor_data is None else layout.tensor_data.chunk.sizes
 
 
 def _ties_last(holders: Mapping[Key, list[int]], ties: Ties) -> Iterable[tuple[Key, list[int]]]:
@@ -196,19 +244,11 @@ def _tensor(layouts: Sequence[ItemLayout]) -> TensorStorageMetadata:
 
 
 def _require_whole(planned: GlobalTable, described: dict[str, Any], representatives: Sequence[str]) -> None:
-    """Check one name of each layout, and all of them where one is wrong: the error names them all."""
-    plans: list[Any] = [None] * len(planned.tables)  # torch asks how many there are
+    """Check one name of each layout, and all of them where one is wrong: the error names them all, and the ranks."""
     try:
-        _require_valid(plans, Metadata({fqn: described[fqn] for fqn in representatives}))
+        require_whole_tensors(Metadata({fqn: described[fqn] for fqn in representatives}))
     except StateDictError:
-        _require_valid(plans, Metadata(described))
-
-
-def _require_valid(plans: list[Any], metadata: Metadata) -> None:
-    problems = _validate_global_plan(plans, metadata)
-    if problems:
-        raise StateDictError("chunks of all ranks do not make up whole tensors", problems)
-    require_whole_tensors(metadata)
+        require_whole_tensors(Metadata(described), [table.plan() for table in planned.tables])
 
 
 def _merged(tables: Sequence[PlanTable]) -> dict[str, Any]:

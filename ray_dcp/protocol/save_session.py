@@ -18,7 +18,7 @@ from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems
 from ray_dcp.errors import StateDictError
 from ray_dcp.manifest import DifferingReplicas
-from ray_dcp.planning.check_save import require_agreeing_plans, require_whole_tensors
+from ray_dcp.planning.check_save import require_agreeing_plans, require_valid_plans, require_whole_tensors
 from ray_dcp.planning.containers import Containers, merged_containers
 from ray_dcp.planning.global_plan import GlobalTable
 from ray_dcp.planning.plan_table import Key, PlanTable
@@ -206,7 +206,7 @@ class SaveSession(Session):
         return self._accept(*parts[0])
 
     def _accept(self, plans: Sequence[SavePlan], metadata: Metadata) -> Sequence[SavePlan]:
-        require_whole_tensors(metadata)
+        require_whole_tensors(metadata, plans)
         self._metadata = metadata
         self._planned = {item.index for plan in plans for item in plan.items}
         return plans
@@ -260,5 +260,10 @@ def plan_globally(
     planner: SavePlanner, writer: StorageWriter, local_plans: Sequence[SavePlan]
 ) -> tuple[Sequence[SavePlan], Metadata]:
     """A save's global step, wherever planner and writer are."""
-    plans, metadata = planner.create_global_plan(list(local_plans))
+    try:
+        plans, metadata = planner.create_global_plan(list(local_plans))
+    except ValueError as error:
+        if "validate global plan" in str(error):
+            require_valid_plans(local_plans)  # torch's words for it are two numbers
+        raise
     return writer.prepare_global_plan(plans), metadata

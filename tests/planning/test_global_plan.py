@@ -130,12 +130,15 @@ def test_all_tensors_with_a_hole_are_named_though_they_lie_alike():
 
 
 def test_overlaps_and_chunks_out_of_bounds_are_named():
-    assert "overlapping" in problems(SavePlan([tensor_item("a", 4, 0, 3), tensor_item("a", 4, 2, 4)]))[0]
+    assert "rank 0 has rows 2:3 twice" in problems(SavePlan([tensor_item("a", 4, 0, 3), tensor_item("a", 4, 2, 4)]))[0]
     outside = dataclasses.replace(
         tensor_item("a", 4, 0, 2),
         tensor_data=dataclasses.replace(tensor_item("a", 4, 2, 6).tensor_data, size=torch.Size((4, 3))),
     )
-    assert "out of bounds" in problems(SavePlan([outside]), SavePlan([tensor_item("a", 4, 0, 2)]))[0]
+    assert (
+        "rank 0 has rows 2:6 of a tensor of shape (4, 3)"
+        in problems(SavePlan([outside]), SavePlan([tensor_item("a", 4, 0, 2)]))[0]
+    )
 
 
 def test_nothing_to_save_is_a_plan_too():
