@@ -110,16 +110,32 @@ def fsync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
+_MAX_RACES = 16
+
+
 def make_folder(folder: str) -> bool:
     """Create ``folder`` and what is missing above it, all names durable; False when it was there already."""
     try:
-        os.mkdir(folder)
-    except FileNotFoundError:
-        make_folder(os.path.dirname(folder))
-        return make_folder(folder)
+        _mkdir(folder)
     except FileExistsError:
         if os.path.isdir(folder):
             return False
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
     fsync_folder(os.path.dirname(folder))
     return True
+
+
+def _mkdir(folder: str) -> None:
+    """Raises ``FileNotFoundError`` where the folder above is there all the same: procfs says so of any folder."""
+    above = os.path.dirname(folder)
+    was_there = False
+    for _ in range(_MAX_RACES):  # a sweep may remove the folder above once more
+        try:
+            os.mkdir(folder)
+        except FileNotFoundError:
+            if was_there or above == folder:
+                raise
+            was_there = not make_folder(above)
+        else:
+            return
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)

@@ -14,6 +14,7 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp.errors import StoreError
+from ray_dcp.maintenance.copy import copy_checkpoint, plan_copy
 from ray_dcp.storage import durable
 from ray_dcp.storage.durable import Writeback, preallocate, write_fully
 from ray_dcp.storage.local import LocalStore
@@ -236,3 +237,29 @@ def test_a_wider_buffer_is_written_byte_for_byte(file):
     array = memoryview(bytearray(range(64))).cast("d")
     assert write_fully(file, array) == 64
     assert os.pread(file, 100, 0) == bytes(range(64))
+
+
+@pytest.mark.parametrize("place", ["/proc/ray_dcp", "/proc/ray_dcp/a/b", "/proc/self/ray_dcp/c"])
+def test_a_place_where_no_folder_can_be_made_although_the_one_above_is_there_is_one_error(place, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        durable.make_folder(place)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save({"w": torch.ones(1)}, checkpoint_id=place, no_dist=True)
+    assert isinstance(caught.value.__cause__, StoreError)
+    dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(StoreError):
+        copy_checkpoint(plan_copy(tmp_path / "c", place))
+
+
+def test_a_folder_above_that_is_taken_away_meanwhile_is_made_again(tmp_path, monkeypatch):
+    above, mkdir = tmp_path / "a", os.mkdir
+    taken = iter([True, True, False])
+
+    def take_away(folder):
+        if folder == str(above / "b") and above.is_dir() and next(taken):
+            above.rmdir()
+        mkdir(folder)
+
+    monkeypatch.setattr(os, "mkdir", take_away)
+    assert durable.make_folder(str(above / "b"))
+    assert (above / "b").is_dir()
