@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ray_dcp.dcp_io.metadata_file import encode_metadata
-from ray_dcp.dcp_io.safetensors_header import Header, parse_json_object, read_header
+from ray_dcp.dcp_io.safetensors_header import Header, has_dtype, parse_json_object, read_header
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError, ObjectTooShortError
 from ray_dcp.manifest import Entry, Manifest, encode_manifest, metadata_digest
+from ray_dcp.planning.flat import NO_WORD
 from ray_dcp.storage.store import Store, StoredObject
 from ray_dcp.storage.urls import join_url
 
@@ -210,7 +211,7 @@ def _whole(store: Store, chunks: Sequence[Entry]) -> TensorStorageMetadata:
     size = tuple(max(along) for along in zip(*ends, strict=True))
     _require_tiled(store, chunks, size)
     return TensorStorageMetadata(
-        TensorProperties(dtype=getattr(torch, first.dtype or "")),
+        TensorProperties(dtype=getattr(torch, first.dtype or "") if has_dtype(first.dtype or "") else NO_WORD),
         torch.Size(size),
         [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes],
     )

@@ -42,13 +42,19 @@ _DTYPES = {
     "I8": ("int8", 1),
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
+    "F4": ("float4_e2m1fn_x2", 1),
 }
+_TWO_IN_A_BYTE = "F4"
+"""Its shape counts values, torch's counts bytes: the last dimension is half as long there."""
 _NAMES = {name: safetensors for safetensors, (name, _) in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a file. ``offset`` counts from the start of the file; ``dtype`` is torch's word for it."""
+    """One tensor of a file. ``offset`` counts from the start of the file.
+
+    ``dtype`` is torch's word for it, and where torch has none the format's, for which ``has_dtype`` is false.
+    """
 
     name: str
     dtype: str
@@ -76,7 +82,7 @@ def read_header(read: Callable[[int, int], bytes], file_nbytes: int, *, file: st
     """The header of a file of ``file_nbytes``; ``read(offset, nbytes)`` reads from it, twice.
 
     Raises ``CorruptCheckpointError``, with ``file`` and the tensor, unless the tensors' bytes are as long as their
-    shapes say and fill the rest of the file without gap or overlap.
+    shapes say and fill the rest of the file without gap or overlap. How long those of unknown dtypes are, they say.
     """
     if file_nbytes < _LENGTH.size:
         raise CorruptCheckpointError(f"no safetensors file: it has {file_nbytes} bytes", file=file)
@@ -106,7 +112,8 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], texts: Mapp
     placed, at = [], 0
     for name, dtype, shape in tensors:
         nbytes = math.prod(shape) * _DTYPES[_NAMES[dtype]][1]
-        described[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        stored_shape = _stored_shape(_NAMES[dtype], shape)
+        described[name] = {"dtype": _NAMES[dtype], "shape": stored_shape, "data_offsets": [at, at + nbytes]}
         placed.append((name, dtype, tuple(shape), at, nbytes))
         at += nbytes
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
@@ -158,21 +165,33 @@ def _parse_tensor(name: str, described: Any, start: int, file: str) -> StoredTen
     if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptCheckpointError("its header needs dtype, shape and data_offsets, and no more", file=file, fqn=name)
     dtype, shape, place = described["dtype"], described["shape"], described["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise CorruptCheckpointError(f"its dtype is {dtype!r}, which torch has no word for", file=file, fqn=name)
+    if not isinstance(dtype, str):
+        raise CorruptCheckpointError(f"its dtype is {dtype!r}", file=file, fqn=name)
     if not _are_counts(shape):
         raise CorruptCheckpointError(f"its shape is {shape!r}", file=file, fqn=name)
     if not _are_counts(place) or len(place) != 2 or place[0] > place[1]:
         raise CorruptCheckpointError(f"its data_offsets are {place!r}", file=file, fqn=name)
-    torch_name, itemsize = _DTYPES[dtype]
     nbytes = place[1] - place[0]
+    if dtype not in _DTYPES:
+        return StoredTensor(name, dtype, tuple(shape), start + place[0], nbytes)
+    torch_name, itemsize = _DTYPES[dtype]
+    if dtype == _TWO_IN_A_BYTE:
+        if not shape or shape[-1] % 2:
+            raise CorruptCheckpointError(f"its shape is {shape!r}, and {dtype} has two in a byte", file=file, fqn=name)
+        shape = [*shape[:-1], shape[-1] // 2]
     if math.prod(shape) * itemsize != nbytes:
         raise CorruptCheckpointError(
-            f"shape {tuple(shape)} of {dtype} takes {math.prod(shape) * itemsize} bytes, its data_offsets say {nbytes}",
+            f"shape {tuple(_stored_shape(dtype, shape))} of {dtype} takes {math.prod(shape) * itemsize} bytes, "
+            f"its data_offsets say {nbytes}",
             file=file,
             fqn=name,
         )
     return StoredTensor(name, torch_name, tuple(shape), start + place[0], nbytes)
+
+
+def _stored_shape(dtype: str, shape: Sequence[int]) -> list[int]:
+    """As the format counts; a tensor without dimensions has nothing to count by."""
+    return [*shape[:-1], shape[-1] * 2] if dtype == _TWO_IN_A_BYTE and shape else list(shape)
 
 
 def _are_counts(numbers: Any) -> bool:

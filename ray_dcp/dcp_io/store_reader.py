@@ -86,6 +86,11 @@ class StoreReader(StorageReader):
         """Read what the coordinator has opened, instead of looking again."""
         self._opened = opened
 
+    @property
+    def of_other_libraries(self) -> bool:
+        """Whether it reads safetensors files; known once they are opened."""
+        return self._opened is not None and self._opened.unchecked
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
         if rank is not None:

@@ -10,6 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from ray_dcp.errors import StateDictError
 
+NO_WORD = torch.bits8
+"""Stands for a dtype of another library's file that torch has no word for. No checkpoint has it: torch cannot save it.
+"""
+
 LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, bytes, type(None)))
 """Types of values with nothing inside: most values are of these, and asking each what it is takes long."""
 

@@ -44,6 +44,11 @@ class NameChoice:
         """Whether all names are taken as they are stored."""
         return not (self.only or self.skip or self._rename)
 
+    @property
+    def renames(self) -> bool:
+        """Whether the caller says what stored names are called."""
+        return self._rename is not None
+
     def takes(self, fqn: str) -> bool:
         """Whether a name, as the template has it, is to be loaded."""
         return (not self.only or _fits(self.only, fqn)) and not (self.skip and _fits(self.skip, fqn))

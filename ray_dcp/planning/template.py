@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from ray_dcp.planning.flat import flat_state
+from ray_dcp.planning.flat import NO_WORD, flat_state
 from ray_dcp.planning.layouts import ReadLayouts, local_part
 from ray_dcp.planning.overlaps import SharedMemory, shared_memory, tied_to
 from ray_dcp.planning.stored_names import EVERYTHING, NameChoice
@@ -104,6 +104,12 @@ class TemplatePlanner(DefaultLoadPlanner):
                 else:
                     index = MetadataIndex(fqn)
                     items.append(ReadItem(LoadItemType.BYTE_IO, index, _AT_ZERO, index, _AT_ZERO, _AT_ZERO))
+                continue
+            if saved.properties.dtype is NO_WORD:
+                problems.append(
+                    f"{fqn}: its dtype is one that torch has no word for, as `ray-dcp show` tells: "
+                    "leave it out (skip= does)"
+                )
                 continue
             if value is None:
                 value = self.state_dict[fqn] = self._memory.to_make(fqn, saved)

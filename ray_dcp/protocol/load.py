@@ -33,6 +33,7 @@ from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import ConfigError, StateDictError, without_keys
 from ray_dcp.planning.collect import CollectedTemplate
 from ray_dcp.planning.flat import flat_state
+from ray_dcp.planning.foreign_names import matched_names
 from ray_dcp.planning.optimizer_check import optimizer_problems
 from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.shared_reads import ShareOffer
@@ -161,6 +162,7 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
     metadata = _open(request, call)
     seen = _seen_names(request, metadata, call)
     template = _collect_template(request, seen.metadata, call)
+    seen = _matched_names(request, seen, metadata, template, call)
     with phase(call, "read"), template.per_rank.expanded(seen.metadata.state_dict_metadata), torch.no_grad():
         planned = _plan(request, template, metadata, seen, call)
         planned.python.fill(planned.plan)
@@ -203,6 +205,16 @@ def _read_metadata(reader: StorageReader, rank: int) -> Metadata:
 def _seen_names(request: LoadRequest, metadata: Metadata, call: Call) -> SeenNames:
     with phase(call, "plan"):
         return seen_names(metadata, request.choice)
+
+
+def _matched_names(
+    request: LoadRequest, seen: SeenNames, metadata: Metadata, template: _Template, call: Call
+) -> SeenNames:
+    """Files of other libraries name the same tensors otherwise; checkpoints of ours are taken at their word."""
+    if not isinstance(request.reader, StoreReader) or not request.reader.of_other_libraries:
+        return seen
+    with phase(call, "plan"):
+        return matched_names(seen, metadata, request.choice, flat_state(template.values)[0])
 
 
 def _collect_template(request: LoadRequest, metadata: Metadata, call: Call) -> _Template:

@@ -371,7 +371,6 @@ WRONG_TENSORS = {
     "no object": 7,
     "a key too few": {"dtype": "F32", "shape": [4]},
     "a key too many": {**tensor(), "scale": 1},
-    "an unknown dtype": tensor("F31"),
     "a dtype that is no text": tensor(["F32"]),
     "a dtype of half bytes": tensor("F4"),
     "a shape that is a number": {**tensor(), "shape": 4},
