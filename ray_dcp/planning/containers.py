@@ -29,7 +29,7 @@ key to its Python literal.
 
 MAX_INDEX = 1 << 20
 """Of a list, as a file may have it."""
-_INTEGERS, _NONE = "int", "none"
+_INTEGERS, NO_KEYS = "int", "none"
 
 
 def containers_of(state: Mapping[Any, Any]) -> list[Any]:
@@ -45,7 +45,7 @@ def merged_containers(of_ranks: Iterable[Containers]) -> list[Any]:
     for rows in of_ranks:
         for path, kind, keys in rows:
             known = merged.setdefault(tuple(path), [path, kind, keys])
-            if known[2] == _NONE:
+            if known[2] == NO_KEYS:
                 known[1:] = kind, keys
             elif isinstance(keys, dict) and isinstance(known[2], dict):
                 known[2] = keys | known[2]
@@ -54,9 +54,9 @@ def merged_containers(of_ranks: Iterable[Containers]) -> list[Any]:
 
 def with_containers(state: dict[str, Any], rows: Containers) -> Any:
     """``state``, nested dicts with text for keys, as the rows say that it was; it is changed."""
-    rows = [row for row in rows if _is_row(row)]
+    rows = [row for row in rows if is_row(row)]
     for path, _, keys in rows:
-        if keys == _NONE and path and _is_free(state, path):
+        if keys == NO_KEYS and path and _is_free(state, path):
             set_element(state, tuple(path), {})
     return _restored(state, (), {tuple(path): (kind, keys) for path, kind, keys in rows})
 
@@ -97,7 +97,7 @@ def _described_keys(value: Mapping[Any, Any]) -> Any:
     if kinds == {str}:
         return None
     if not kinds:
-        return _NONE
+        return NO_KEYS
     if kinds == {int}:
         return _INTEGERS
     literals = {str(key): _literal(key) for key in value if type(key) is not str}
@@ -116,7 +116,7 @@ def _literal(key: Any) -> str | None:
     return repr(key) if type(found) is type(key) and found == key else None
 
 
-def _is_row(row: Any) -> bool:
+def is_row(row: Any) -> bool:
     """Whether a row, which comes from a file, is one. A list is as long as its largest index: that has a limit."""
     if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], list):
         return False
@@ -164,4 +164,13 @@ def _is_number(name: Any) -> bool:
     return digits.isascii() and digits.isdigit() and str(int(name)) == name
 
 
-__all__ = ["MAX_INDEX", "Containers", "containers_of", "merged_containers", "optimizer_containers", "with_containers"]
+__all__ = [
+    "MAX_INDEX",
+    "NO_KEYS",
+    "Containers",
+    "containers_of",
+    "is_row",
+    "merged_containers",
+    "optimizer_containers",
+    "with_containers",
+]

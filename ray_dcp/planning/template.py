@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
+from ray_dcp.planning.containers import Containers
 from ray_dcp.planning.flat import NO_WORD, flat_state
 from ray_dcp.planning.layouts import ReadLayouts, local_part
 from ray_dcp.planning.overlaps import SharedMemory, shared_memory, tied_to
@@ -63,6 +64,8 @@ class TemplatePlanner(DefaultLoadPlanner):
         self._to_put: list[str] = []
         """Names of values that go into the template when everything is read."""
         self.rank, self.world_size = 0, 1
+        self.containers: Containers = ()
+        """What the manifest says of mappings; known when the local plan is made."""
 
     @property
     def resolves_in_place(self) -> bool:
@@ -80,8 +83,6 @@ class TemplatePlanner(DefaultLoadPlanner):
         self.state_dict, self.mappings = self._flatten(state_dict, metadata)
         if not self._choice.is_everything:
             self.state_dict = {fqn: value for fqn, value in self.state_dict.items() if self._choice.takes(fqn)}
-        if self.flatten_state_dict:
-            self._grow(metadata)
         if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in self.state_dict.values()):
             self.state_dict = _flatten_sharded_tensors(self.state_dict)
         if self._stands_for is not None:
@@ -90,6 +91,8 @@ class TemplatePlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Plan the reads of all values that are of the kind and shape of the stored ones; ``check`` tells the rest."""
         assert self.metadata is not None
+        if self.flatten_state_dict:
+            self._grow(self.metadata)
         saved_values = self.metadata.state_dict_metadata
         layouts = ReadLayouts()
         items: list[ReadItem] = []
@@ -197,11 +200,18 @@ class TemplatePlanner(DefaultLoadPlanner):
         """Ask for what the checkpoint has where the template is empty."""
         saved = metadata.state_dict_metadata
         lacking = saved.keys() - self.state_dict.keys()
-        if not lacking:
+        if not lacking and self.state_dict.keys() <= saved.keys():
             return
         empty = [place for place in empty_places(self.original_state_dict, "") if place.fqn not in saved]
-        growth = Growth(empty, lacking, metadata, self.rank, self.world_size)
-        if growth.names:
+        growth = Growth(
+            empty,
+            lacking,
+            metadata,
+            containers=self.containers,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+        if growth.places:
             self._growth = growth
         for fqn in growth.names:
             stored = saved[fqn]

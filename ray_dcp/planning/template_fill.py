@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ray_dcp.planning.containers import MAX_INDEX, NO_KEYS, Containers, is_row, with_containers
 from ray_dcp.planning.flat import LEAVES
 from ray_dcp.planning.per_rank import PerRank, is_per_rank_name, per_rank_key, per_rank_world_sizes
 
@@ -41,35 +42,62 @@ class _Grown:
 
     place: EmptyPlace
     paths: dict[str, Path]
+    above: Path | None = None
+    """The path of the place in what was saved; None where that is not known."""
 
 
 class Growth:
     """What one load puts into empty places of its template, on this rank."""
 
     def __init__(
-        self, empty: Sequence[EmptyPlace], names: Collection[str], metadata: Metadata, rank: int, world_size: int
+        self,
+        empty: Sequence[EmptyPlace],
+        names: Collection[str],
+        metadata: Metadata,
+        *,
+        containers: Containers,
+        rank: int,
+        world_size: int,
     ) -> None:
-        """``empty`` are places that the checkpoint has no value for, ``names`` its values that the template lacks."""
+        """``empty`` are places that the checkpoint has no value for, ``names`` its values that the template lacks.
+
+        ``containers`` is what the manifest says of mappings, if anything.
+        """
         self._grown: list[_Grown] = []
         self._per_rank: set[str] = set()
+        self._rows = [row for row in containers if is_row(row)]
         planner_data = metadata.planner_data
         self._stored_paths = planner_data if isinstance(planner_data, Mapping) else {}
         if not empty:
             return
         self._own = {f"{fqn}.{per_rank_key(rank)}" for fqn, n in per_rank_world_sizes(names).items() if n == world_size}
         ordered = sorted(names)
+        self._position = {fqn: number for number, fqn in enumerate(metadata.state_dict_metadata)}
+        saved_empty = {".".join(map(str, path)) for path, _, keys in self._rows if keys == NO_KEYS}
         for place in empty:
             paths = self._paths_below(place, ordered)
+            if not paths and place.value is None and place.fqn in saved_empty:
+                self._grown.append(_Grown(place, {}))
             # A list where a mapping was saved, or the other way round, stays as it is; what was saved is unexpected.
             fits = place.value is None or all(
                 (type(p[0]) is int) == isinstance(place.value, list) for p in paths.values()
             )
             if paths and fits:
-                self._grown.append(_Grown(place, paths))
+                self._grown.append(_Grown(place, paths, self._above(paths)))
+
+    def _above(self, paths: Mapping[str, Path]) -> Path | None:
+        """Where what lies at ``paths`` was in the saved state, if all of it was at one place."""
+        found = set()
+        for fqn, path in paths.items():
+            whole = tuple(self._stored_paths.get(fqn, ()))
+            whole = whole[:-1] if fqn in self._per_rank else whole
+            found.add(whole[: len(whole) - len(path)] if whole[len(whole) - len(path) :] == path else None)
+        return found.pop() if len(found) == 1 else None
 
     def _paths_below(self, place: EmptyPlace, ordered: Sequence[str]) -> dict[str, Path]:
+        """In the order in which they were saved."""
         paths: dict[str, Path] = {}
-        for fqn in _below(ordered, place.fqn):
+        for fqn in sorted(_below(ordered, place.fqn), key=self._position.__getitem__):
             path = _rest_of_path(fqn[len(place.fqn) + 1 :], self._stored_paths.get(fqn))
             if not is_per_rank_name(fqn):
                 paths[fqn] = path
@@ -92,7 +120,7 @@ class Growth:
         """Put the loaded values, by name, where they belong."""
         for grown in self._grown:
             place = grown.place
-            built = _built([(path, self._value(fqn, values[fqn])) for fqn, path in grown.paths.items()])
+            built = self._built(grown, values)
             if place.value is None:
                 place.container[place.key] = built
             elif isinstance(place.value, list):
@@ -101,6 +129,18 @@ class Growth:
                 place.value.update(built)
             _restore_param_numbers(place.container)
             _restore_param_numbers(place.value)
+
+    def _built(self, grown: _Grown, values: Mapping[str, Any]) -> Any:
+        above = grown.above
+        if not grown.paths:
+            return {}
+        built = _built([(path, self._value(fqn, values[fqn])) for fqn, path in grown.paths.items()])
+        if above is None:
+            return built
+        below = [
+            [path[len(above) :], kind, keys] for path, kind, keys in self._rows if tuple(path[: len(above)]) == above
+        ]
+        return with_containers(built, below)
 
     def _value(self, fqn: str, value: Any) -> Any:
         return PerRank(value[0]) if fqn in self._per_rank else value
@@ -143,14 +183,15 @@ def _rest_of_path(rest: str, path: Any) -> Path:
 
 
 def _built(entries: Sequence[tuple[Path, Any]]) -> Any:
-    """Nested containers with each value at its path; a list is dense, also where some entries were not loaded."""
+    """Nested containers with each value at its path; what is not loaded of a list is None there."""
     if not entries[0][0]:
         return entries[0][1]
     below: dict[Any, list[tuple[Path, Any]]] = {}
     for path, value in entries:
         below.setdefault(path[0], []).append((path[1:], value))
     if all(type(key) is int for key in below):
-        return [_built(below[key]) for key in sorted(below)]
+        numbers = range(max(below) + 1) if max(below) < MAX_INDEX else sorted(below)  # a file may say anything
+        return [_built(below[number]) if number in below else None for number in numbers]
     return {key: _built(found) for key, found in below.items()}
 
 

@@ -311,6 +311,8 @@ def _plan_locally(
         planner.rank, planner.world_size = call.rank, call.world_size
     planner.set_up_planner(template.values, seen.metadata, is_coordinator)
     reader.set_up_storage_reader(metadata, is_coordinator, **accepted(reader.set_up_storage_reader, call.rank))
+    if isinstance(planner, TemplatePlanner) and isinstance(reader, StoreReader):
+        planner.containers = reader.containers or ()
     return reader.prepare_local_plan(seen.stored_plan(planner.create_local_plan()))
 
 

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, PerRank
@@ -104,6 +105,18 @@ def test_bad_patterns_name_the_setting(saved, options):
 
 def test_a_users_planner_chooses_by_itself(saved):
     assert refused(template(), saved, only="model", planner=RenamingLoadPlanner()).__cause__.setting == "only"
+
+
+@pytest.mark.parametrize("reader", [None, FileSystemReader])
+def test_a_users_planner_sees_the_new_names(tmp_path, reader):
+    class UsersPlanner(DefaultLoadPlanner):
+        pass
+
+    dcp.save({"module.w": torch.ones(3), "module.n": 5}, checkpoint_id=tmp_path, no_dist=True)
+    options = {"storage_reader": reader(tmp_path)} if reader else {}
+    state = {"w": torch.zeros(3), "n": 0}
+    load(state, tmp_path, planner=UsersPlanner(), rename={r"^module\.": ""}, **options)
+    assert (state["w"].tolist(), state["n"]) == ([1, 1, 1], 5)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -50,7 +53,7 @@ def test_an_optimizer_before_its_first_step_goes_on_as_if_it_had_made_it(tmp_pat
 def test_an_optimizer_below_an_empty_place_keeps_its_numbers(tmp_path, saved_by, empty):
     _, optimizer = trained()
     saved_by.save({"app": {"optim": optimizer.state_dict()}}, checkpoint_id=tmp_path, no_dist=True)
-    template = {"app": empty}
+    template = {"app": copy.copy(empty)}
     load(template, tmp_path)
     assert template["app"]["optim"]["state"].keys() == {0, 1}
     torch.optim.Adam(torch.nn.Linear(3, 2).parameters()).load_state_dict(template["app"]["optim"])
@@ -68,7 +71,7 @@ LISTED = [{"a": 1, "w": torch.ones(2, dtype=torch.bfloat16)}, {"a": 2, "w": torc
 )
 def test_containers_come_back_as_they_were_saved(tmp_path, saved_by, value, empty):
     saved_by.save({"x": value, "n": 1}, checkpoint_id=tmp_path, no_dist=True)
-    template = {"x": empty, "n": 0}
+    template = {"x": (empty := copy.copy(empty)), "n": 0}
     report = load(template, tmp_path, strict="exact")
     assert equal(template["x"], value)
     assert empty is None or template["x"] is empty
@@ -79,7 +82,7 @@ def equal(a, b) -> bool:
     if isinstance(b, torch.Tensor):
         return same_bits(a, b)
     if isinstance(b, dict):
-        return type(a) is dict and list(a) == sorted(b) and all(equal(a[key], b[key]) for key in b)
+        return type(a) is dict and list(a) == list(b) and all(equal(a[key], b[key]) for key in b)
     if isinstance(b, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
     return type(a) is type(b) and a == b
@@ -90,6 +93,31 @@ def test_an_empty_container_that_was_saved_stays_empty(tmp_path):
     template = {"x": [], "w": torch.zeros(1)}
     load(template, tmp_path, strict="exact")
     assert template == {"x": [], "w": torch.ones(1)}
+
+
+@pytest.mark.parametrize("empty", [{}, None])
+@pytest.mark.parametrize("rename", [None, {"^app": "other"}], ids=["same name", "renamed"])
+def test_keys_and_kinds_of_dicts_come_back_from_the_manifest(tmp_path, empty, rename):
+    saved = {
+        "ints": {0: {"m": 1}, 10: {"m": 2}},
+        "ordered": OrderedDict(b=1, a=2),
+        "nothing": {},
+        "deep": [{"x": {}}, {7: True}],
+        "mixed": {1: "one", "two": 2},
+    }
+    dcp.save({"app": saved, "n": 1}, checkpoint_id=tmp_path, no_dist=True)
+    name = "other" if rename else "app"
+    template = {name: copy.copy(empty), "n": 0}
+    load(template, tmp_path, rename=rename)
+    assert template == {name: saved, "n": 1}
+    assert type(template[name]["ordered"]) is OrderedDict
+
+
+def test_none_becomes_the_empty_dict_that_was_saved(tmp_path):
+    dcp.save({"x": {}, "n": 1}, checkpoint_id=tmp_path, no_dist=True)
+    template = {"x": None, "n": 0}
+    load(template, tmp_path)
+    assert template == {"x": {}, "n": 1}
 
 
 def test_what_does_not_go_into_an_empty_place_is_reported(tmp_path):
