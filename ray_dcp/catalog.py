@@ -8,7 +8,7 @@ import logging
 import os
 import posixpath
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from ray_dcp.layout import (
     MANIFEST,
     METADATA,
     POINTER,
+    SAFETENSORS_SUFFIX,
     SHARD_SUFFIX,
     parse_step_folder,
     require_step,
@@ -127,6 +128,27 @@ def list_uncommitted(root: str | os.PathLike[str]) -> list[UncommittedFolder]:
     store = open_store(root)
     found = for_each_folder(store.list_folders(), lambda folder: _if_uncommitted(store, folder))
     return sorted((one for one in found if one is not None), key=_by_step)
+
+
+def list_safetensors(root: str | os.PathLike[str], *, known: Collection[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Folders directly under ``root`` that hold a model in safetensors files and no checkpoint, by name.
+
+    ``known`` are checkpoints under it, at which nobody needs to look again.
+    """
+    store = open_store(root)
+    others = set(store.list_folders()) - {folder_name(one.checkpoint_id) for one in known}
+    found = for_each_folder(sorted(others), lambda folder: _of_safetensors(store, folder))
+    return [one for one in found if one is not None]
+
+
+def is_safetensors(location: str) -> bool:
+    """Whether ``location``, a pointer followed, is a safetensors file or a folder with some directly in it."""
+    if location.endswith(SAFETENSORS_SUFFIX):
+        return True
+    try:
+        return _of_safetensors(open_store(location), "") is not None
+    except NotAFolderError:
+        return False
 
 
 def describe(checkpoint_id: str | os.PathLike[str]) -> CheckpointInfo:
@@ -283,6 +305,21 @@ def _why_missing(store: Store, key: str, nbytes: int) -> str:
     return ""
 
 
+def _of_safetensors(store: Store, folder: str) -> CheckpointInfo | None:
+    if is_committed(store, folder):
+        return None
+    prefix = f"{folder}/" if folder else ""
+    files = [one for one in store.list(folder) if _is_safetensors_key(one.key.removeprefix(prefix))]
+    if not files:
+        return None
+    modified = max(one.modified for one in files)
+    return CheckpointInfo(None, _url(store, folder), sum(one.nbytes for one in files), None, modified)
+
+
+def _is_safetensors_key(key: str) -> bool:
+    return key.endswith(SAFETENSORS_SUFFIX) and "/" not in key
+
+
 def _if_uncommitted(store: Store, folder: str) -> UncommittedFolder | None:
     step = parse_step_folder(folder)
     if is_committed(store, folder):
@@ -291,6 +328,8 @@ def _if_uncommitted(store: Store, folder: str) -> UncommittedFolder | None:
     names = [one.key.removeprefix(f"{folder}/") for one in stored]
     if not stored or (step is None and not _shard_files(names)):
         return None
+    if any(map(_is_safetensors_key, names)) and not _shard_files(names):
+        return None  # a model, which nobody meant to commit
     nbytes = sum(one.nbytes for one in stored)
     return UncommittedFolder(step, join_url(store.url, folder), len(stored), nbytes, _why_uncommitted(names))
 

@@ -17,6 +17,8 @@ MANIFEST = "manifest.parquet"
 POINTER = "ray_dcp_pointer.json"
 """In a folder handed to Ray Train: where the checkpoint really lies, ``{"checkpoint_id": URL}``."""
 SHARD_SUFFIX = ".distcp"
+SAFETENSORS_SUFFIX = ".safetensors"
+"""Of files of another format, which are read as checkpoints too."""
 PAYLOAD_ALIGNMENT = 64
 """Bytes; torch's zip writer aligns payloads to this relative to the record, records are aligned to it in the file."""
 BLOCK_NBYTES = 1 << 20

@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_dcp.catalog import CheckpointInfo, describe, open_manifest, resolve_checkpoint_id
-from ray_dcp.errors import CheckpointNotFoundError, NotAFolderError
+from ray_dcp.catalog import CheckpointInfo, describe, is_safetensors, open_manifest, resolve_checkpoint_id
+from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.layout import METADATA
 from ray_dcp.manifest import DifferingReplicas, Entry, Manifest, decode_manifest
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import join_url
 
-_SAFETENSORS = ".safetensors"
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(_[0-9a-f]+)?\.distcp")
 
 
@@ -72,8 +71,8 @@ def read_contents(checkpoint_id: str) -> CheckpointContents:
     try:
         info = describe(checkpoint_id)
     except CheckpointNotFoundError:
-        if not _names_safetensors(checkpoint_id):
-            raise
+        if not is_safetensors(resolve_checkpoint_id(checkpoint_id)):
+            raise  # for everything else an error need not wait for torch
         return _from_safetensors(checkpoint_id)
     store = open_store(info.checkpoint_id)
     manifest = open_manifest(store)
@@ -131,18 +130,6 @@ def _from_metadata(info: CheckpointInfo, store: Store) -> CheckpointContents:
         else:
             objects.append(StoredPythonObject(fqn, sum(p.length for p in stored[fqn]), ranks))
     return CheckpointContents(info, tensors, objects)
-
-
-def _names_safetensors(checkpoint_id: str) -> bool:
-    """Whether such files may be there; for everything else an error need not wait for torch."""
-    location = resolve_checkpoint_id(checkpoint_id)
-    if location.endswith(_SAFETENSORS):
-        return True
-    try:
-        listed = open_store(location).list()
-    except NotAFolderError:
-        return False
-    return any(one.key.endswith(_SAFETENSORS) and "/" not in one.key for one in listed)
 
 
 def _from_safetensors(checkpoint_id: str) -> CheckpointContents:

@@ -11,7 +11,9 @@ from ray_dcp.catalog import (
     CheckpointInfo,
     UncommittedFolder,
     is_committed,
+    is_safetensors,
     list_checkpoints,
+    list_safetensors,
     list_uncommitted,
     root_exists,
 )
@@ -32,6 +34,8 @@ class RootListing:
     root: str
     checkpoints: Sequence[CheckpointInfo]
     uncommitted: Sequence[UncommittedFolder]
+    safetensors: Sequence[CheckpointInfo]
+    """Folders of another format, which load as well."""
 
 
 def add_list(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,8 +58,9 @@ def list_root(arguments: argparse.Namespace) -> int:
 
     root = absolute(arguments.root, setting="ROOT")
     store = open_store(root)
-    listing = RootListing(store.url, list_checkpoints(root), list_uncommitted(root))
-    nothing = not listing.checkpoints and not listing.uncommitted
+    found = list_checkpoints(root)
+    listing = RootListing(store.url, found, list_uncommitted(root), list_safetensors(root, known=found))
+    nothing = not listing.checkpoints and not listing.uncommitted and not listing.safetensors
     if nothing and not root_exists(store):
         raise CheckpointNotFoundError(shown_url(root), "nothing is there")
     if arguments.json:
@@ -65,8 +70,12 @@ def list_root(arguments: argparse.Namespace) -> int:
         _print_checkpoints(listing)
     elif is_committed(store):
         output.print_line(f"{shown_url(root)} is itself a checkpoint: see ray-dcp show")
-    else:
+    elif is_safetensors(root):
+        output.print_line(f"{shown_url(root)} holds safetensors files, and is itself a checkpoint: see ray-dcp show")
+    elif not listing.safetensors:
         output.print_line(f"no checkpoints under {shown_url(root)}")
+    for model in listing.safetensors:
+        output.print_line(f"safetensors: {_name(model)}  {output.format_nbytes(model.nbytes)}: see ray-dcp show")
     if listing.uncommitted:
         output.print_line()
         output.print_line(f"{len(listing.uncommitted)} unfinished:", style="yellow")

@@ -17,14 +17,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_dcp import metadata_rules
-from ray_dcp.catalog import require_checkpoint, resolve_checkpoint_id
-from ray_dcp.errors import ConfigError, CorruptCheckpointError, ObjectNotFoundError, StoreError, UnsafeDataError
-from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA, PAYLOAD_ALIGNMENT, SHARD_SUFFIX, parse_shard_file
+from ray_dcp.catalog import is_safetensors, require_checkpoint, resolve_checkpoint_id
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    StoreError,
+    UnsafeDataError,
+)
+from ray_dcp.layout import (
+    BLOCK_NBYTES,
+    MANIFEST,
+    METADATA,
+    PAYLOAD_ALIGNMENT,
+    SAFETENSORS_SUFFIX,
+    SHARD_SUFFIX,
+    parse_shard_file,
+)
 from ray_dcp.maintenance.verify_items import Fault, FilePlan, Item
 from ray_dcp.manifest import Entry, Manifest, belongs_to, decode_manifest
 from ray_dcp.storage.keys import require_key
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
+from ray_dcp.storage.urls import split_url
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(_[0-9a-f]+)?\.distcp")
 _MAX_RACES = 3
@@ -80,7 +96,12 @@ def plan_verify(
         raise ConfigError("sample", f"{sample} is no share of the blocks: give one above 0 and below 1")
     location = resolve_checkpoint_id(checkpoint_id)
     store = open_store(location)
-    require_checkpoint(store)
+    try:
+        require_checkpoint(store)
+    except CheckpointNotFoundError:
+        if not is_safetensors(location):
+            raise
+        return _plan_safetensors(location)
     found = _read_small_files(store)
     items = _manifest_items(found) if found.manifest is not None else _metadata_items(found)
     held = {one.key: one.nbytes for one in store.list()}
@@ -105,6 +126,32 @@ def plan_verify(
         sample=sample,
         seed=random.SystemRandom().randrange(1 << 32) if seed is None and sample is not None else seed or 0,
     )
+
+
+def _plan_safetensors(location: str) -> VerifyPlan:
+    """Of a folder of safetensors files, or one file. Their headers are all that can be wrong: that is a fault."""
+    # Torch is needed to say what is in them, as below.
+    opened_module = importlib.import_module("ray_dcp.dcp_io.opened")
+    try:
+        opened = opened_module.open_checkpoint(location)
+    except CorruptCheckpointError as error:
+        folder = open_store(split_url(location)[0] if location.endswith(SAFETENSORS_SUFFIX) else location)
+        key = error.file.rpartition("/")[2]
+        fault = Fault(key, error.offset, error.offset + error.nbytes, str(error), error.fqn)
+        return VerifyPlan(location, folder, b"", None, (), 0, [fault])
+    store = open_store(opened.checkpoint_id)
+    entries = decode_manifest(opened.manifest, file=MANIFEST).entries
+    by_file: Mapping[str, list[Item]] = defaultdict(list)
+    for entry in entries:
+        if entry.record_nbytes:
+            by_file[entry.file].append(Item(entry.fqn, entry.offsets, None, entry.file, entry.record_offset,
+                                            entry.record_nbytes, None, _NO_CHECKSUMS))  # fmt: skip
+    held = {one.key: one.nbytes for one in store.list()}
+    files = [FilePlan(key, held.get(key, items[-1].end), items) for key, items in sorted(by_file.items())]
+    return VerifyPlan(opened.checkpoint_id, store, opened.metadata, None, files, len(entries))
+
+
+_NO_CHECKSUMS = "it lies in a safetensors file, which has no checksums"
 
 
 def _read_small_files(store: Store) -> _Found:
@@ -220,7 +267,7 @@ def _metadata_item(fqn: str, offsets: tuple[int, ...] | None, info: Any) -> Item
     if getattr(info, "transform_descriptors", None):
         reason = f"it was transformed by {', '.join(map(str, info.transform_descriptors))}"
     elif type(info).__name__ != "_StorageInfo":
-        reason = "it lies in a safetensors file, which has no checksums"
+        reason = _NO_CHECKSUMS
     return Item(fqn, offsets, int(matched[1]) if matched else None, file, start, nbytes, None, reason)
 
 

@@ -75,7 +75,12 @@ def test_an_empty_root_is_said_so(tmp_path, capsys):
     assert main(["list", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no checkpoints under {tmp_path}\n"
     assert main(["list", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"root": str(tmp_path), "checkpoints": [], "uncommitted": []}
+    assert json.loads(capsys.readouterr().out) == {
+        "root": str(tmp_path),
+        "checkpoints": [],
+        "uncommitted": [],
+        "safetensors": [],
+    }
 
 
 def test_a_checkpoint_for_a_root_is_said_so(root, capsys):

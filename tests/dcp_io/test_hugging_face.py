@@ -205,3 +205,56 @@ def test_the_header_says_what_the_format_calls_it(tmp_path):
     assert [(one.name, one.dtype, one.shape, one.nbytes) for one in header.tensors][1] == ("odd", "F6_E2M3", (2, 4), 6)
     opened = open_checkpoint(tmp_path)
     assert decode_manifest(opened.manifest, file="m").entries[1].dtype == "F6_E2M3"
+
+
+def test_verify_looks_at_headers_and_says_that_the_rest_has_no_checksums(tmp_path, capsys):
+    saved(tmp_path, tied=True)
+    for place in (tmp_path, tmp_path / "model.safetensors"):
+        assert main(["verify", str(place)]) == 0
+        said = capsys.readouterr().out
+        assert "not checkable: 3 items, it lies in a safetensors file, which has no checksums" in said
+        assert "no damage found" in said
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["verify", str(tmp_path)]) == 5
+    said = capsys.readouterr().out
+    assert "ends too early: 1 bytes are missing" in said
+    assert "model.safetensors" in said
+
+
+def test_verify_knows_the_files_that_the_index_names(tmp_path, capsys):
+    save_file({"a": torch.ones(2), "empty": torch.ones(0, 3)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.ones(9)}, tmp_path / "old.safetensors")
+    weight_map = {"a": "one.safetensors", "empty": "one.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert main(["verify", "--json", str(tmp_path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_items"], report["num_files"], len(report["unchecked"])) == (2, 1, 1)
+
+
+def test_verify_and_list_still_find_nothing_where_nothing_is(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("x")
+    assert main(["verify", str(tmp_path)]) == 3
+    capsys.readouterr()
+    assert main(["list", str(tmp_path)]) == 0
+    assert "no checkpoints under" in capsys.readouterr().out
+
+
+def test_list_shows_models_beside_checkpoints_and_says_what_a_model_is(tmp_path, capsys):
+    (tmp_path / "llama").mkdir()
+    saved(tmp_path / "llama", tied=True)
+    (tmp_path / "step-00000007").mkdir()
+    saved(tmp_path / "step-00000007", tied=True)
+    assert main(["list", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "safetensors: llama" in said
+    assert "safetensors: step-00000007" in said
+    assert "unfinished" not in said
+    assert "no checkpoints" not in said
+    dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+    assert main(["list", "--json", str(tmp_path)]) == 0
+    listing = json.loads(capsys.readouterr().out)
+    assert [one["step"] for one in listing["checkpoints"]] == [1]
+    assert [one["nbytes"] > 0 for one in listing["safetensors"]] == [True, True]
+    assert main(["list", str(tmp_path / "llama")]) == 0
+    assert "is itself a checkpoint" in capsys.readouterr().out
