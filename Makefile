@@ -14,7 +14,7 @@ test: $(STAMP)
 
 # What takes too long for every commit: ten thousand new interleavings and damaged files, and whatever is marked slow.
 nightly: $(STAMP)
-	RAY_DCP_INTERLEAVINGS=10000 RAY_DCP_MUTATIONS=10000 $(BIN)/python -m pytest -m "nightly or slow or soak" --timeout=10800
+	RAY_DCP_INTERLEAVINGS=10000 RAY_DCP_MUTATIONS=10000 RAY_DCP_STATES=10000 $(BIN)/python -m pytest -m "nightly or slow or soak" --timeout=10800
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -48,6 +48,19 @@ def mutations(*, at_most: int | None = None) -> settings:
     )
 
 
+def random_states(*, share: int = 1) -> settings:
+    """How many random states are saved and loaded: ``RAY_DCP_STATES``, else 500; each time new ones.
+
+    ``share``: one in so many of them.
+    """
+    return settings(
+        max_examples=int(os.environ.get("RAY_DCP_STATES") or 500) // share,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """This process is connected to a local Ray with room for every test's actors."""

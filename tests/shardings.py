@@ -96,11 +96,11 @@ def _unlike(whole: torch.Tensor) -> torch.Tensor:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit, whatever the dtype."""
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
-    )
+    return a.dtype == b.dtype and a.shape == b.shape and (not a.numel() or torch.equal(_bytes(a), _bytes(b)))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).reshape(-1).view(torch.uint8)
 
 
 def state(rank: int, world_size: int) -> dict[str, object]:

@@ -186,7 +186,7 @@ class CollectedTemplate:
             return value
         if all(type(entry) in LEAVES for entry in (value.values() if isinstance(value, Mapping) else value)):
             return value
-        copy: Any = dict(value) if isinstance(value, Mapping) else list(value)
+        copy: Any = _copy(value)
         at, num_slots = len(self._copies), len(self._slots)
         self._fill_in(copy, prefix, problems)
         if len(self._slots) == num_slots:
@@ -194,6 +194,13 @@ class CollectedTemplate:
         if is_own:
             self._copies.insert(at, (value, copy))
         return copy
+
+
+def _copy(value: Mapping[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
+    """A plain one that can be changed; the kinds that torch's state dicts have stay what they are."""
+    if isinstance(value, list):
+        return list(value)
+    return OrderedDict(value) if type(value) is OrderedDict else dict(value)
 
 
 def _entries(container: Any) -> Iterator[tuple[Any, Any]]:

@@ -26,7 +26,7 @@ from ray_dcp.planning.per_rank import is_per_rank_name
 from ray_dcp.planning.plan_table import Key, PlanTable
 from ray_dcp.planning.python_record import SCALARS
 from ray_dcp.planning.value_digest import NoDigestError, scalar_digest, value_digest
-from ray_dcp.staging.host_pieces import small_content, tensor_memory
+from ray_dcp.staging.host_pieces import flat, small_content, tensor_memory
 
 NOT_LOOKED_AT = 0
 """In place of a digest."""
@@ -172,9 +172,9 @@ def _from_devices(tensors: Sequence[tuple[int, torch.Tensor]], max_nbytes: int |
             content = _looked_at(tensor, max_nbytes)
             found += [] if content is None else [(number, bytes(content))]
             continue
-        flat = _flat_sample(tensor, max_nbytes)
-        if flat is not None:
-            by_device.setdefault(tensor.device, []).append((number, flat))
+        sample = _flat_sample(tensor, max_nbytes)
+        if sample is not None:
+            by_device.setdefault(tensor.device, []).append((number, sample))
     for samples in by_device.values():
         together = tensor_memory(torch.cat([sample for _, sample in samples]).cpu())
         start = 0
@@ -187,11 +187,11 @@ def _from_devices(tensors: Sequence[tuple[int, torch.Tensor]], max_nbytes: int |
 def _flat_sample(tensor: torch.Tensor, max_nbytes: int | None) -> torch.Tensor | None:
     """``_looked_at`` of a tensor on a device, as bytes that are still there."""
     if max_nbytes is None or tensor.nbytes <= max_nbytes:
-        return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        return flat(tensor.detach().resolve_conj().resolve_neg().contiguous()).view(torch.uint8)
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return torch.cat([flat[start : start + _SAMPLE_NBYTES] for start in _sample_starts(tensor.nbytes)])
+    content = flat(tensor).view(torch.uint8)
+    return torch.cat([content[start : start + _SAMPLE_NBYTES] for start in _sample_starts(tensor.nbytes)])
 
 
 # The coordinator's half.

@@ -49,8 +49,13 @@ def small_content(tensor: torch.Tensor) -> bytes | memoryview:
 
 def tensor_memory(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as flat bytes, writable; it stays alive as long as the view does."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    array: Any = flat(tensor).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor in one dimension; of a single one too, whose stride may be anything."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _parts(tensor: torch.Tensor, max_nbytes: int) -> Iterator[torch.Tensor]:
