@@ -27,7 +27,7 @@ from ray_dcp.planning.overlaps import SharedMemory, shared_memory, tied_to
 from ray_dcp.planning.stored_names import EVERYTHING, NameChoice
 from ray_dcp.planning.template_check import TemplateCheck, compare, without_names
 from ray_dcp.planning.template_fill import Growth, empty_places
-from ray_dcp.planning.template_memory import TemplateMemory, unfit
+from ray_dcp.planning.template_memory import TemplateMemory, is_meta, unfit
 
 _AT_ZERO = torch.Size((0,))
 """What torch's planner gives as place and length of a Python object."""
@@ -122,7 +122,7 @@ class TemplatePlanner(DefaultLoadPlanner):
                 planned = layouts.reads_of(value, saved)
                 items += planned.of(fqn)
                 problems += [f"{fqn}: {problem}" for problem in planned.problems]
-                if value.is_meta:
+                if is_meta(value):
                     self._memory.lacks(fqn, value)
             if isinstance(value, torch.Tensor) and value.dtype != saved.properties.dtype and not self._cast:
                 problems.append(

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ray_dcp.planning.near_names import nearest, other_prefix
 from ray_dcp.planning.per_rank import per_rank_base, per_rank_world_sizes
+from ray_dcp.planning.template_memory import is_meta
 from ray_dcp.wording import joined
 
 _MAX_NAMED = 5
@@ -80,7 +81,7 @@ def compare(
             )
         else:
             missing.add(base or fqn)
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            if isinstance(value, torch.Tensor) and is_meta(value):
                 found.append(
                     f"{fqn}: Missing key: not in the checkpoint, and a meta tensor has no value to keep; "
                     "give it memory, or leave it out with skip="

@@ -66,6 +66,11 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def is_meta(value: torch.Tensor) -> bool:
+    """Whether it gets memory before it is filled. A ``ShardedTensor`` cannot: ``unfit`` says so."""
+    return not isinstance(value, ShardedTensor) and value.is_meta
+
+
 def unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
     """Why no read of a stored tensor can be planned into ``value``."""
     if not isinstance(value, torch.Tensor):
@@ -75,9 +80,13 @@ def unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
         problems.append(
             f"{fqn}: Size mismatch: the checkpoint has shape {tuple(saved.size)}, the template {tuple(value.shape)}"
         )
-    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+    if not isinstance(value, ShardedTensor) and (  # that answers no such question
+        value.layout != torch.strided or value.is_nested or value.is_quantized
+    ):
         kind = "a quantized" if value.is_quantized else "a nested" if value.is_nested else f"a {value.layout}"
         return [*problems, f"{fqn}: the template is {kind} tensor, which is not filled in place; fill a plain one"]
+    if isinstance(value, ShardedTensor) and any(part.is_meta for part in local_tensors(value)):
+        return [*problems, f"{fqn}: the template is a ShardedTensor on meta, which has no memory to fill"]
     local = local_part(value)
     in_order = local is not None and local.is_contiguous()
     if not in_order and any(_repeats_memory(part) for part in local_tensors(value)):
