@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import api as torch_api
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -82,7 +83,7 @@ def save(
     checkpoint_id: CheckpointId | None = None,
     storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     group: RankGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
@@ -122,7 +123,7 @@ def async_save(
     checkpoint_id: CheckpointId | None = None,
     storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     group: RankGroup | None = None,
     async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
     async_stager: AsyncStager | None = None,
@@ -161,7 +162,7 @@ def load(
     checkpoint_id: CheckpointId | None = None,
     storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     group: RankGroup | None = None,
     no_dist: bool = False,
     strict: bool | str = True,
@@ -230,7 +231,7 @@ def tell_earlier(kind: str, group: RankGroup | None) -> None:
     (_solo_saves if ranks is None else ranks.background).tell_earlier(kind, None)
 
 
-def ranks_of(group: RankGroup | None, process_group: Any, no_dist: bool) -> RankGroup | None:
+def ranks_of(group: RankGroup | None, process_group: ProcessGroup | None, no_dist: bool) -> RankGroup | None:
     """The group of a call; None for this process alone."""
     if no_dist:
         return None
@@ -328,7 +329,9 @@ def _location(checkpoint_id: CheckpointId | None, storage: StorageWriter | Stora
     if checkpoint_id is None:
         own = getattr(storage, "checkpoint_id", None)
         if not own and _is_own(storage):
-            raise NoCheckpointIdError(role)
+            raise NoCheckpointIdError(
+                "checkpoint_id", f"must be specified: pass a path or URL; no {role} has one (is it an unset variable?)"
+            )
         location = "" if not own else absolute(own) if _is_own(storage) else foreign(own)
         if location and _is_own(storage):
             storage.reset(location)

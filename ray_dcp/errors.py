@@ -86,12 +86,10 @@ class ConfigError(RayDcpError, ValueError):
 
 
 class NoCheckpointIdError(ConfigError, RuntimeError):
-    """Nothing says where: no ``checkpoint_id``, and no writer or reader that has one. As torch, a ``RuntimeError``."""
+    """Nothing says where: no ``checkpoint_id`` or an empty one, and no writer or reader that has one.
 
-    def __init__(self, role: str) -> None:
-        super().__init__(
-            "checkpoint_id", f"must be specified: pass a path or URL; no {role} has one (is it an unset variable?)"
-        )
+    As torch, a ``RuntimeError``.
+    """
 
 
 class StoreError(RayDcpError, OSError):

@@ -17,7 +17,7 @@ DEAD = RankFailure(3, "write", "RankLostError", "its process died", "")
 EXAMPLES = [
     errors.RayDcpError("anything"),
     errors.ConfigError("keep_last", "is negative"),
-    errors.NoCheckpointIdError("storage_writer"),
+    errors.NoCheckpointIdError("checkpoint_id", "is empty"),
     errors.StoreError("no space left", url="s3://b/p", key="x"),
     errors.ObjectNotFoundError("nothing there", url="/dir", key=".metadata"),
     errors.ObjectTooShortError("4 are missing", url="/dir", key="x"),

@@ -7,7 +7,7 @@ import re
 from pathlib import PurePath
 from urllib.parse import unquote
 
-from ray_dcp.errors import ConfigError
+from ray_dcp.errors import ConfigError, NoCheckpointIdError
 from ray_dcp.storage.urls import BUCKETS, BucketUrl, shown_url, url_scheme
 
 Place = str | os.PathLike[str]
@@ -54,7 +54,7 @@ def _text(place: object, setting: str) -> str:
             setting, f'is Path("."), which Path("") is too ({_UNSET}); pass "." for the working directory'
         )
     if not text.strip():
-        raise ConfigError(setting, f"is empty; pass a path or a URL ({_UNSET})")
+        raise NoCheckpointIdError(setting, f"is empty; pass a path or a URL ({_UNSET})")
     if "\0" in text:
         raise ConfigError(setting, f"has a NUL character in it: {text!r}")
     return text

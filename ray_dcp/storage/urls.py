@@ -71,8 +71,8 @@ def url_scheme(url: str) -> str | None:
     if scheme.lower() not in SCHEMES and scheme.lower() not in _added:
         known = ", ".join(f"{name}://" for name in (*SCHEMES, *sorted(_added)))
         raise UnknownSchemeError(
-            f"unknown scheme {scheme}:{slashes[:2]}; known are {known}, and paths without a scheme "
-            "(a folder with such a name is written ./name)",
+            f"Cannot detect the storage: unknown scheme {scheme}:{slashes[:2]}; known are {known}, and paths without a "
+            "scheme (a folder with such a name is written ./name)",
             url=shown_url(url),
         )
     if slashes == "/":

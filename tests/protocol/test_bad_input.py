@@ -280,7 +280,7 @@ class Unlisted:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("library", [torch_dcp, dcp], ids=["torch", "ray_dcp"])
-@pytest.mark.parametrize("place", [None, "nosuchscheme://bucket/c"], ids=["no place", "unknown scheme"])
+@pytest.mark.parametrize("place", [None, "", "nosuchscheme://bucket/c"], ids=["no place", "empty", "unknown scheme"])
 def test_a_place_that_is_none_can_be_caught_as_what_torch_raises(library, place):
     with pytest.raises(RuntimeError):
         library.save({"a": 1}, checkpoint_id=place)
