@@ -51,14 +51,32 @@ def process_group_ranks(process_group: Any) -> RankGroup | None:
     if not ray.is_initialized():
         raise GroupError(
             f"torch.distributed has {world_size} ranks, but this process is not connected to Ray, through which they "
-            'coordinate. Call ray.init(address="auto") on every rank, or pass no_dist=True to act alone',
+            "coordinate. Start Ray beside torchrun (`ray start --head`; on further nodes `ray start "
+            '--address=HEAD:6379`) and call ray.init(address="auto") on every rank, or pass no_dist=True to act alone',
             group="torch.distributed",
         )
     members = "default" if process_group is None else "-".join(map(str, dist.get_process_group_ranks(process_group)))
     store = dist.distributed_c10d._get_default_store()
     token = store.compare_set("ray_dcp/group", "", uuid.uuid4().hex).decode()
-    _close_groups_of_ended_process_groups(token)
-    return _join_lazily(f"torch-{token}-{members}", rank, world_size, token)
+    name = f"torch-{token}-{members}"
+    if (name, token) not in _lazily_joined:
+        _close_groups_of_ended_process_groups(token)
+        _require_one_cluster(store, rank)
+    return _join_lazily(name, rank, world_size, token)
+
+
+def _require_one_cluster(store: Any, rank: int) -> None:
+    """Raise ``GroupError`` where ranks are in Ray clusters of their own, which would wait for each other in vain."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    first = store.compare_set("ray_dcp/node", "", node).decode()
+    if first != node and first not in {known["NodeID"] for known in ray.nodes()}:
+        raise GroupError(
+            f"rank {rank} is connected to another Ray cluster than the rank that came first: ray.init() without an "
+            'address starts one for each process. Call ray.init(address="auto") on every rank',
+            group="torch.distributed",
+        )
 
 
 def _close_groups_of_ended_process_groups(token: str) -> None:
