@@ -5,6 +5,7 @@ Tied weights are one tensor under two names; views of one buffer may overlap. Wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from ray_dcp.planning.layouts import local_part
-from ray_dcp.planning.template_memory import local_tensors
+from ray_dcp.planning.template_memory import is_meta, local_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def tied_to(values: Mapping[str, Any], wanted: Collection[str], lacking: Iterabl
     if not tensors:
         return set()
     filled = {memory_identity(value) for fqn in wanted if isinstance(value := values[fqn], torch.Tensor)}
-    return {fqn for fqn, value in tensors.items() if value.numel() and memory_identity(value) in filled}
+    return {fqn for fqn, value in tensors.items() if math.prod(value.shape) and memory_identity(value) in filled}
 
 
 def _described(group: Sequence[int], fqns: Sequence[str], values: Mapping[str, torch.Tensor]) -> SharedMemory:
@@ -87,7 +88,7 @@ def _described(group: Sequence[int], fqns: Sequence[str], values: Mapping[str, t
 def _tied_on_meta(values: Mapping[str, torch.Tensor]) -> list[SharedMemory]:
     tied: dict[Hashable, list[str]] = {}
     for fqn, value in values.items():
-        if value.is_meta:
+        if is_meta(value):
             tied.setdefault(memory_identity(value), []).append(fqn)
     return [SharedMemory(tuple(sorted(fqns)), is_tied=True) for fqns in tied.values() if len(fqns) > 1]
 

@@ -76,6 +76,9 @@ def test_one_that_is_missing_or_on_meta_is_refused_by_name(tmp_path):
     dcp.save({"t": full(2, 4)}, checkpoint_id=tmp_path / "c")
     with pytest.raises(dcp.CheckpointException, match="other: Missing key"):
         dcp.load({"t": cut(6), "other": cut(2, 4)}, checkpoint_id=tmp_path / "c")
+    state = {"t": cut(1, 5), "other": cut(2, 4)}
+    assert dcp.load(state, checkpoint_id=tmp_path / "c", strict=False).missing == ("other",)
+    assert whole(state["t"]).flatten().tolist() == list(range(18))
     on_meta = cut(2, 4)
     for shard in on_meta.local_shards():
         shard.tensor = torch.empty(shard.tensor.shape, device="meta")
