@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ray_dcp.planning.template_memory import is_meta
 from ray_dcp.wording import joined
 
 logger = logging.getLogger(__name__)
@@ -27,9 +28,9 @@ def give_state(stateful: Any, state: Any) -> None:
         held = own.get(fqn)
         if not isinstance(held, torch.Tensor):
             continue
-        if not held.is_meta:
+        if not is_meta(held):
             state[fqn] = held  # it has been filled in place
-        elif isinstance(held, torch.nn.Parameter) and not value.is_meta:
+        elif isinstance(held, torch.nn.Parameter) and not is_meta(value):
             if id(value) not in made:
                 made[id(value)] = torch.nn.Parameter(value.detach(), requires_grad=held.requires_grad)
             state[fqn] = made[id(value)]

@@ -26,7 +26,7 @@ from ray_dcp.planning.layouts import ReadLayouts, local_part
 from ray_dcp.planning.overlaps import SharedMemory, shared_memory, tied_to
 from ray_dcp.planning.stored_names import EVERYTHING, NameChoice
 from ray_dcp.planning.template_check import TemplateCheck, compare, without_names
-from ray_dcp.planning.template_fill import Growth, empty_places
+from ray_dcp.planning.template_fill import Growth, empty_places, saved_empty_names
 from ray_dcp.planning.template_memory import TemplateMemory, is_meta, unfit
 
 _AT_ZERO = torch.Size((0,))
@@ -64,8 +64,8 @@ class TemplatePlanner(DefaultLoadPlanner):
         self._to_put: list[str] = []
         """Names of values that go into the template when everything is read."""
         self.rank, self.world_size = 0, 1
-        self.containers: Containers = ()
-        """What the manifest says of mappings; known when the local plan is made."""
+        self.containers: Containers | None = None
+        """What the manifest says of mappings; None where there is nothing that says it."""
 
     @property
     def resolves_in_place(self) -> bool:
@@ -139,9 +139,18 @@ class TemplatePlanner(DefaultLoadPlanner):
         lacking = self.state_dict.keys() - saved.keys()
         tied = tied_to(self.state_dict, self.state_dict.keys() & saved.keys(), lacking) if lacking else set[str]()
         for fqn in tied:
-            if self.state_dict[fqn].is_meta:
+            if is_meta(self.state_dict[fqn]):
                 self._memory.lacks(fqn, self.state_dict[fqn])
-        return compare(self.state_dict, self.metadata, self._problems, tied=tied, empty=self._empty, strict=strict)
+        return compare(
+            self.state_dict,
+            self.metadata,
+            self._problems,
+            tied=tied,
+            empty=self._empty,
+            # Of torch's checkpoints nobody knows whether an empty mapping was there.
+            knows_empty=self.containers is not None,
+            strict=strict,
+        )
 
     def shared_memory(self) -> list[SharedMemory]:
         """Which of the tensors that will be filled share memory."""
@@ -168,7 +177,8 @@ class TemplatePlanner(DefaultLoadPlanner):
         self.state_dict.update(made)
         self._to_put += made
         # Their local parts, which are what is filled, are counted as changed by whoever does it.
-        changed = [value for value in self.state_dict.values() if type(value) is DTensor]
+        saved = self.metadata.state_dict_metadata if self.metadata is not None else {}
+        changed = [value for fqn, value in self.state_dict.items() if type(value) is DTensor and fqn in saved]
         torch.autograd.graph.increment_version(changed)
         return new_plan
 
@@ -200,14 +210,14 @@ class TemplatePlanner(DefaultLoadPlanner):
         """Ask for what the checkpoint has where the template is empty."""
         saved = metadata.state_dict_metadata
         lacking = saved.keys() - self.state_dict.keys()
-        if not lacking and self.state_dict.keys() <= saved.keys():
-            return
+        known_empty = set(map(self._choice.renamed, saved_empty_names(self.containers or ())))
         empty = [place for place in empty_places(self.original_state_dict, "") if place.fqn not in saved]
         growth = Growth(
             empty,
             lacking,
             metadata,
-            containers=self.containers,
+            containers=self.containers or (),
+            saved_empty=known_empty,
             rank=self.rank,
             world_size=self.world_size,
         )
@@ -217,11 +227,9 @@ class TemplatePlanner(DefaultLoadPlanner):
             stored = saved[fqn]
             is_tensor = isinstance(stored, TensorStorageMetadata)
             self.state_dict[fqn] = self._memory.to_make(fqn, stored) if is_tensor else None
-        # torch's own planners store nothing for an empty mapping, so one that is not there is not missed.
-        for place in empty:
-            if place.fqn in growth.places or isinstance(place.value, Mapping):
-                self.state_dict.pop(place.fqn, None)
-        stays = {place.fqn for place in empty if place.value is not None} - growth.places
+        for fqn in growth.places:
+            self.state_dict.pop(fqn, None)
+        stays = {place.fqn for place in empty if place.value is not None} - growth.places - known_empty
         self._empty = {fqn for fqn in stays if self._choice.takes(fqn)}
 
     def _flatten(self, state_dict: dict[str, Any], metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -53,18 +53,19 @@ def compare(
     *,
     tied: Collection[str],
     empty: Collection[str],
+    knows_empty: bool,
     strict: bool,
 ) -> TemplateCheck:
     """``template`` by names, with what is filled in empty places, against a checkpoint.
 
     ``problems`` are those found so far; ``tied`` are names of tensors that are filled under another one; ``empty`` the
-    places that stay empty. Names that come near are looked for only
-    where missing ones are refused.
+    places that stay empty, which is no fault where the checkpoint does not say which were. Names that come near are
+    looked for only where missing ones are refused.
     """
     saved = metadata.state_dict_metadata
     wanted = (template.keys() & saved.keys()).union(tied)
     world_sizes = per_rank_world_sizes(saved.keys() - template.keys())
-    missing: set[str] = set()
+    missing: set[str] = set(empty) if knows_empty else set()
     found = list(problems)
     lacking = template.keys() - wanted
     for fqn in lacking:

@@ -56,12 +56,13 @@ class Growth:
         metadata: Metadata,
         *,
         containers: Containers,
+        saved_empty: Collection[str],
         rank: int,
         world_size: int,
     ) -> None:
         """``empty`` are places that the checkpoint has no value for, ``names`` its values that the template lacks.
 
-        ``containers`` is what the manifest says of mappings, if anything.
+        ``containers`` is what the manifest says of mappings, if anything; ``saved_empty`` are those without a key.
         """
         self._grown: list[_Grown] = []
         self._per_rank: set[str] = set()
@@ -73,7 +74,6 @@ class Growth:
         self._own = {f"{fqn}.{per_rank_key(rank)}" for fqn, n in per_rank_world_sizes(names).items() if n == world_size}
         ordered = sorted(names)
         self._position = {fqn: number for number, fqn in enumerate(metadata.state_dict_metadata)}
-        saved_empty = {".".join(map(str, path)) for path, _, keys in self._rows if keys == NO_KEYS}
         for place in empty:
             paths = self._paths_below(place, ordered)
             if not paths and place.value is None and place.fqn in saved_empty:
@@ -146,6 +146,11 @@ class Growth:
         return PerRank(value[0]) if fqn in self._per_rank else value
 
 
+def saved_empty_names(containers: Containers) -> list[str]:
+    """The stored names of mappings that had no key."""
+    return [".".join(map(str, path)) for path, _, keys in filter(is_row, containers) if keys == NO_KEYS]
+
+
 def empty_places(value: Any, prefix: str) -> Iterator[EmptyPlace]:
     """Below ``value``, in mappings and lists; never ``value`` itself."""
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
@@ -212,4 +217,4 @@ def _restore_param_numbers(state: Any) -> None:
         _restore_param_numbers(value)
 
 
-__all__ = ["EmptyPlace", "Growth", "empty_places"]
+__all__ = ["EmptyPlace", "Growth", "empty_places", "saved_empty_names"]

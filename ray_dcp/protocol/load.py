@@ -258,7 +258,7 @@ def _plan(request: LoadRequest, template: _Template, metadata: Metadata, seen: S
         if isinstance(request.reader, StoreReader):
             request.reader.share_reads(share, call.rank)
             if call.rank == 0 and request.reader.differing:
-                wanted = {item.dest_index.fqn for item in plan.items}
+                wanted = {item.storage_index.fqn for item in plan.items}
                 warn_of_loading_differing(
                     [one for one in request.reader.differing if one.fqn in wanted], request.checkpoint_id
                 )
@@ -312,7 +312,7 @@ def _plan_locally(
     planner.set_up_planner(template.values, seen.metadata, is_coordinator)
     reader.set_up_storage_reader(metadata, is_coordinator, **accepted(reader.set_up_storage_reader, call.rank))
     if isinstance(planner, TemplatePlanner) and isinstance(reader, StoreReader):
-        planner.containers = reader.containers or ()
+        planner.containers = reader.containers
     return reader.prepare_local_plan(seen.stored_plan(planner.create_local_plan()))
 
 

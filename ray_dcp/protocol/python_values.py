@@ -111,10 +111,10 @@ def reads_parts(reader: StorageReader) -> bool:
 
 
 def _all_of(unsafe: Sequence[UnsafeDataError]) -> UnsafeDataError:
-    first = unsafe[0]
-    if len(unsafe) == 1:
+    first, *rest = sorted(unsafe, key=lambda error: error.fqn)
+    if not rest:
         return first
-    others = joined([error.fqn for error in unsafe[1:]])
+    others = joined([error.fqn for error in rest])
     error = UnsafeDataError(f"{first}. The same goes for {others}", file=first.file)
     error.fqn = first.fqn
     return error

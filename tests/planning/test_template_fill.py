@@ -123,8 +123,19 @@ def test_none_becomes_the_empty_dict_that_was_saved(tmp_path):
 def test_what_does_not_go_into_an_empty_place_is_reported(tmp_path):
     dcp.save({"x": {"a": 1, "w": torch.ones(1)}, "n": 1}, checkpoint_id=tmp_path, no_dist=True)
     template = {"x": {"a": 0, "deeper": {}}, "n": 0}
-    assert load(template, tmp_path).unexpected == ("x.w",)
+    report = load(template, tmp_path, strict=False)
+    assert (report.unexpected, report.missing) == (("x.w",), ("x.deeper",))
     assert template == {"x": {"a": 1, "deeper": {}}, "n": 1}
+
+
+def test_an_empty_dict_that_was_never_saved_is_missing_as_far_as_the_checkpoint_tells(tmp_path):
+    for saved_by, place in ((dcp, tmp_path / "ours"), (torch_dcp, tmp_path / "torchs")):
+        saved_by.save({"loader": {}, "n": 1}, checkpoint_id=place, no_dist=True)
+        load({"loader": {}, "n": 0}, place, strict="exact")
+    load({"loder": {}, "n": 0}, tmp_path / "torchs")
+    with pytest.raises(CheckpointException, match="loder: Missing key"):
+        load({"loder": {}, "n": 0}, tmp_path / "ours")
+    assert load({"loader": {}}, tmp_path / "ours").loaded == ()
 
 
 def test_a_template_is_as_empty_as_before_when_the_load_is_refused(tmp_path):

@@ -31,7 +31,7 @@ class UsersPlanner(DefaultLoadPlanner):
 
 
 def saved_state():
-    return {"w": torch.ones(LARGE), "small": torch.ones(3), "n": [1, 2], "shards": torch.ones(6)}
+    return {"w": torch.ones(LARGE), "small": torch.ones(3), "n": [1, 2], "shards": torch.ones(6), "empty": {}}
 
 
 def template():
