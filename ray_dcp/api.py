@@ -46,6 +46,7 @@ from ray_dcp.protocol.save import (
 )
 from ray_dcp.protocol.sessions import FailedLoad, NewestContribution
 from ray_dcp.storage.place import absolute, foreign
+from ray_dcp.storage.urls import url_scheme
 
 CheckpointId = str | os.PathLike[str]
 P = ParamSpec("P")
@@ -113,6 +114,7 @@ def save(
             _require_collectives(use_collectives)
             check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
             request = _save_request(state_dict, checkpoint_id, storage_writer, planner, check)
+            _require_reachable(request.checkpoint_id, request.writer, call)
         metadata = _write(plan_save(request, call), request, call)
     return saves.tell_earlier("save", metadata)
 
@@ -150,6 +152,7 @@ def async_save(
             _require_collectives(use_collectives)
             check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
             request = _save_request(state_dict, checkpoint_id, storage_writer, planner, check)
+            _require_reachable(request.checkpoint_id, request.writer, call)
         stager = async_stager if async_stager is not None else stager_of(request.writer)
         response = _save_behind(request, call, saves, stager)
     return saves.tell_earlier("asynchronous save", response)
@@ -199,6 +202,7 @@ def load(
         with phase(call, "collect"):
             reader = storage_reader if storage_reader is not None else StoreReader(trusted=trusted)
             location = _location(checkpoint_id, reader, "storage_reader")
+            _require_reachable(location, reader, call)
             choice = NameChoice(only, skip, rename)
             load_planner = default_load_planner(
                 planner, cast=cast, trusted=trusted, checkpoint_id=location, choice=choice
@@ -221,6 +225,7 @@ def newest(
     """
     call, _ = _start_call("newest", root, ranks_of(group, None, no_dist=False))
     with phase(call, "choose"):
+        _require_reachable(call.checkpoint_id, None, call)
         chosen: CheckpointInfo | None = call.exchange("choose", NewestContribution(call.checkpoint_id, after))
     return chosen
 
@@ -340,6 +345,17 @@ def _location(checkpoint_id: CheckpointId | None, storage: StorageWriter | Stora
     # A user's own storage gets what the user passed: it may be no path at all.
     storage.reset(location if _is_own(storage) else checkpoint_id)
     return location
+
+
+def _require_reachable(location: str, storage: StorageWriter | StorageReader | None, call: Call) -> None:
+    """Raise ``ConfigError`` for a place of one process where several take part: each would see another one."""
+    own = storage is None or _is_own(storage)
+    if own and url_scheme(location) == "memory" and not isinstance(call, SoloCall):
+        raise ConfigError(
+            "checkpoint_id",
+            f"{location} is of one process, and the ranks of a group and its coordinator are several: pass a folder or "
+            "bucket that all of them reach, or no_dist=True to act alone in this process",
+        )
 
 
 def _require_collectives(use_collectives: bool) -> None:

@@ -35,6 +35,7 @@ from ray_dcp.layout import (
 from ray_dcp.manifest import Manifest, belongs_to, decode_facts, decode_manifest
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
+from ray_dcp.storage.other_files import TORCH_SUFFIXES, nothing_there, way_to_convert, why_no_folder
 from ray_dcp.storage.place import absolute
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import folder_name, join_url, shown_url
@@ -202,6 +203,17 @@ def is_committed(store: Store, folder: str = "") -> bool:
     return True
 
 
+def require_folder(store: Store) -> None:
+    """Return unless a file lies at the root of ``store``.
+
+    Then raises ``CheckpointNotFoundError``, which says what to do with it.
+    """
+    try:
+        store.list_folders()
+    except NotAFolderError:
+        raise CheckpointNotFoundError(store.url, why_no_folder(store.url)) from None
+
+
 def root_exists(store: Store) -> bool:
     """Whether there is anything at the root of ``store``; in a bucket a folder exists while it holds something."""
     if isinstance(store, LocalStore):
@@ -347,7 +359,7 @@ def _what_is_there(store: Store) -> str:
     try:
         folders = store.list_folders()
     except NotAFolderError:
-        return "this is a file; pass the folder that holds it"
+        return why_no_folder(store.url)
     there = for_each_folder(folders, lambda folder: is_committed(store, folder))
     committed = [folder for folder, here in zip(folders, there, strict=True) if here]
     steps = {folder: step for folder in folders if (step := parse_step_folder(folder)) is not None}
@@ -360,10 +372,12 @@ def _what_is_there(store: Store) -> str:
     if steps:
         return f"this is a root with {counted(len(steps), 'step folder')}, none of them committed"
     if not names:
-        return "nothing is there" if not root_exists(store) else "the folder is empty"
+        return nothing_there(store.url) if not root_exists(store) else "the folder is empty"
     if MANIFEST in names or _shard_files(names):
         return _why_uncommitted(names)
-    return f"{counted(len(names), 'file')}, but no .metadata"
+    of_torch = next((name for name in names if name.endswith(TORCH_SUFFIXES) and "/" not in name), "")
+    way = f"; of {of_torch} {way_to_convert(join_url(store.url, of_torch))}" if of_torch else ""
+    return f"{counted(len(names), 'file')}, but no .metadata{way}"
 
 
 def _shard_files(names: Iterable[str]) -> list[str]:

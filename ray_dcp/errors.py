@@ -8,6 +8,7 @@
     |-- StoreError (OSError)                     a store could not do what was asked
     |   |-- ObjectNotFoundError (FileNotFoundError)
     |   |-- ObjectTooShortError                  an object ends before what is asked of it
+    |   |-- BucketNotFoundError (FileNotFoundError)
     |   |-- StorePermissionError (PermissionError)
     |   |-- StoreUnavailableError                  it failed again and again in a way that may pass
     |   |-- NotAFolderError (NotADirectoryError)      a file lies where a folder should be
@@ -105,6 +106,12 @@ class StoreError(RayDcpError, OSError):
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):
     """No object with this key."""
+
+    exit_code = 3
+
+
+class BucketNotFoundError(StoreError, FileNotFoundError):
+    """There is no such bucket: a wrong name, endpoint or region, and not a place where nothing has been saved yet."""
 
     exit_code = 3
 
@@ -208,14 +215,21 @@ class SupersededError(RayDcpError):
     """A newer save of the same checkpoint has begun, so this one was given up before its commit.
 
     Example: a node freezes in the middle of a save; its run goes on elsewhere, comes to the same step and saves it;
-    the node wakes up and goes on. ``attempt`` and ``newer`` name the two saves, as their shard files do.
+    the node wakes up and goes on. ``attempt`` and ``newer`` name the two saves, as their shard files do;
+    ``world_size`` is that of this one.
     """
 
-    def __init__(self, *, checkpoint_id: str, attempt: str, newer: str) -> None:
+    def __init__(self, *, checkpoint_id: str, attempt: str, newer: str, world_size: int | None = None) -> None:
+        alone = (
+            " No group here, so this process saved alone: ranks that save one checkpoint together need a group "
+            "(RankGroup.join, RankPool)."
+        )
         super().__init__(
             f"a newer save of {without_keys(checkpoint_id)} has begun (attempt {newer}), so this one ({attempt}) was "
-            "given up without a commit. Two runs that save to one place need a root each."
+            f"given up without a commit. Two runs that save to one place need a root each."
+            f"{alone if world_size == 1 else ''}"
         )
+        self.world_size = world_size
         self.checkpoint_id = checkpoint_id
         self.attempt = attempt
         self.newer = newer

@@ -55,3 +55,15 @@ def ranks_text(ranks: Collection[int]) -> str:
 def counted(number: int, noun: str) -> str:
     """``1 file``, ``2 files``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_nbytes(nbytes: int) -> str:
+    """A size with its binary unit: ``1.5 GiB``; whole bytes below 1 KiB."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    scaled = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        scaled /= 1024
+        if scaled < 1023.95:
+            return f"{scaled:.1f} {unit}"
+    return f"{scaled / 1024:.1f} PiB"

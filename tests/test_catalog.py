@@ -1,10 +1,12 @@
 """What the catalog says is committed, is; and what it says of the rest helps."""
 
 import json
+import shlex
 import shutil
 import uuid
 
 import pytest
+import torch
 
 from ray_dcp.catalog import (
     CheckpointInfo,
@@ -217,7 +219,9 @@ def test_what_is_committed_is_required_without_a_word(root):
 
 
 def test_why_nothing_there_is_no_checkpoint(root):
-    assert why_not(root) == "nothing is there"
+    reason = why_not(root)
+    assert reason.startswith("nothing is there")
+    assert ("memory:// is of one process" in reason) == root.startswith("memory://")
 
 
 def test_why_an_empty_folder_is_no_checkpoint(tmp_path):
@@ -254,7 +258,39 @@ def test_why_other_files_are_no_checkpoint(root):
 
 def test_why_a_file_is_no_checkpoint(root):
     commit(root, "step-1")
-    assert why_not(f"{root}/step-1/{METADATA}") == "this is a file; pass the folder that holds it"
+    for name in (METADATA, MANIFEST, "__0_0_ab.distcp"):
+        reason = why_not(f"{root}/step-1/{name}")
+        assert reason == f"this is a file of a checkpoint; pass the folder that holds it, {root}/step-1"
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "last.ckpt", "weights", "my model.pt"])
+def test_a_file_of_torch_save_is_converted_as_the_message_says(tmp_path, name, capsys):
+    from ray_dcp.cli.main import main
+
+    torch.save({"w": torch.ones(3)}, tmp_path / name)
+    for place, command in ((tmp_path / name, "verify"), (tmp_path / name, "list"), (tmp_path, "show")):
+        if place == tmp_path and name == "weights":
+            continue  # in a folder it might be anything
+        assert main([command, str(place)]) == 3
+        told = capsys.readouterr().err
+        _, _, way = told.strip().partition("make a checkpoint: ray-dcp ")
+        assert main(shlex.split(way)) == 0
+        dest = shlex.split(way)[2]
+        capsys.readouterr()
+        assert main(["verify", dest]) == 0
+        shutil.rmtree(dest)
+
+
+def test_any_other_file_is_called_one(tmp_path, capsys):
+    from ray_dcp.cli.main import main
+
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "empty").write_text("")
+    for name in ("notes.txt", "empty"):
+        assert why_not(tmp_path / name) == "this is a file; a checkpoint is a folder"
+        for command in (["list"], ["verify"], ["show"], ["prune"], ["verify", "--all"]):
+            assert main([*command, str(tmp_path / name)]) == 3
+            assert "this is a file" in capsys.readouterr().err
 
 
 def test_many_manifests_are_listed_at_once_without_their_rows(root):

@@ -15,10 +15,11 @@ from ray_dcp.catalog import (
     list_checkpoints,
     list_safetensors,
     list_uncommitted,
+    require_checkpoint,
+    require_folder,
     root_exists,
 )
 from ray_dcp.cli.exit_codes import EXIT_CODES
-from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.place import absolute
 from ray_dcp.storage.urls import folder_name, shown_url
@@ -58,11 +59,12 @@ def list_root(arguments: argparse.Namespace) -> int:
 
     root = absolute(arguments.root, setting="ROOT")
     store = open_store(root)
+    require_folder(store)
     found = list_checkpoints(root)
     listing = RootListing(store.url, found, list_uncommitted(root), list_safetensors(root, known=found))
     nothing = not listing.checkpoints and not listing.uncommitted and not listing.safetensors
     if nothing and not root_exists(store):
-        raise CheckpointNotFoundError(shown_url(root), "nothing is there")
+        require_checkpoint(store)
     if arguments.json:
         output.print_json(listing)
         return 0

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ray_dcp.wording import counted, number_runs
+from ray_dcp.wording import counted, format_nbytes, number_runs
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -71,18 +71,6 @@ def _print_rendered(rendered: Text | Table, *, soft_wrap: bool = False) -> None:
         console.print(rendered, soft_wrap=soft_wrap)
     for line in capture.get().splitlines():
         print(line.rstrip())
-
-
-def format_nbytes(nbytes: int) -> str:
-    """A size with its binary unit: ``1.5 GiB``; whole bytes below 1 KiB."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    scaled = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        scaled /= 1024
-        if scaled < 1023.95:
-            return f"{scaled:.1f} {unit}"
-    return f"{scaled / 1024:.1f} PiB"
 
 
 def format_time(seconds: float) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_dcp.catalog import is_committed, root_exists
+from ray_dcp.catalog import is_committed, require_folder, root_exists
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, StoreError
 from ray_dcp.maintenance.sweep import GRACE_S, Leftover, SweepPlan, SweepReport, Waiting, delete_leftovers, plan_sweep
@@ -96,6 +96,7 @@ def _seconds(text: str) -> float:
 
 def _require_root(root: str) -> None:
     store = open_store(root)
+    require_folder(store)
     if is_committed(store):
         raise ConfigError("ROOT", f"{shown_url(root)} is itself a checkpoint; pass the folder that holds it")
     if not store.list_folders() and not root_exists(store):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_dcp.catalog import is_committed, list_checkpoints
+from ray_dcp.catalog import is_committed, list_checkpoints, require_folder
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.progress_bar import progress_bar
 from ray_dcp.errors import (
@@ -82,7 +82,9 @@ def _verify_root(arguments: argparse.Namespace) -> int:
     from ray_dcp.cli import output
 
     root = absolute(arguments.checkpoint, setting="CKPT")
-    if is_committed(open_store(root)):
+    store = open_store(root)
+    require_folder(store)
+    if is_committed(store):
         raise ConfigError("--all", f"{shown_url(root)} is itself a checkpoint; leave out --all")
     found = list_checkpoints(root)
     if not found:

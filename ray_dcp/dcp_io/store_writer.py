@@ -240,7 +240,9 @@ class StoreWriter(StorageWriter):
         listed = store.list()
         newest = max(_attempts_in(store, listed), key=attempt_order, default="")
         if newest and is_newer(newest, self._attempt):
-            raise SupersededError(checkpoint_id=self.checkpoint_id, attempt=self._attempt, newer=newest)
+            raise SupersededError(
+                checkpoint_id=self.checkpoint_id, attempt=self._attempt, newer=newest, world_size=self._world_size
+            )
         # Somebody may have deleted a file of this attempt since it was written.
         for key in sorted(self._written_files - {one.key for one in listed}):
             store.get(key, 0, 0)  # it may only not be listed yet

@@ -19,6 +19,7 @@ from ray_dcp.maintenance.convert_source import Source, SourceValue, open_source
 from ray_dcp.planning.containers import Containers
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
+from ray_dcp.storage.other_files import TORCH_SUFFIXES
 from ray_dcp.storage.place import absolute
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import shown_url, split_url
@@ -28,7 +29,6 @@ KINDS = ("dcp", "safetensors", "torch")
 MAX_SHARD_NBYTES = 5 * 10**9
 """As Hugging Face's libraries split."""
 HEADER_TEXTS = {"format": "pt"}
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def plan_convert(source: str | os.PathLike[str], dest: str | os.PathLike[str], o
 def _kind_of(dest: str) -> str:
     if dest.endswith(SUFFIX):
         return "safetensors"
-    if dest.endswith(_TORCH_SUFFIXES):
+    if dest.endswith(TORCH_SUFFIXES):
         return "torch"
     raise ConfigError("--to", f"say which format {shown_url(dest)} is to have: {', '.join(KINDS)}")
 

@@ -55,13 +55,17 @@ def require_whole_tensors(metadata: Metadata, plans: Sequence[SavePlan] = ()) ->
             wrong[fqn] = saved
     if wrong:
         held = held_by_ranks(plans, wrong)
-        raise not_whole({fqn: (saved.size, held[fqn] or _held(saved)) for fqn, saved in wrong.items()})
+        raise not_whole({fqn: (saved.size, held[fqn] or _held(saved)) for fqn, saved in wrong.items()}, len(plans))
 
 
-def not_whole(tensors: Mapping[str, tuple[Sequence[int], Sequence[Held]]]) -> StateDictError:
+def not_whole(tensors: Mapping[str, tuple[Sequence[int], Sequence[Held]]], world_size: int) -> StateDictError:
     """The error about these tensors: their sizes, and who has what of them."""
+    alone = (
+        ". No group here, so this process saves alone: ranks that save one checkpoint together need a group "
+        "(RankGroup.join, RankPool)"
+    )
     return StateDictError(
-        "the chunks of all ranks do not make up whole tensors, each element once",
+        f"the chunks of all ranks do not make up whole tensors, each element once{alone if world_size == 1 else ''}",
         [f"{fqn}: {cover_problem(size, held)}" for fqn, (size, held) in sorted(tensors.items())],
     )
 
@@ -72,7 +76,7 @@ def require_valid_plans(plans: Sequence[SavePlan]) -> None:
     held = held_by_ranks(plans, sizes)
     wrong = {fqn: (size, held[fqn]) for fqn, size in sizes.items() if not is_covered(size, held[fqn])}
     if wrong:
-        raise not_whole(wrong)
+        raise not_whole(wrong, len(plans))
 
 
 def held_by_ranks(plans: Sequence[SavePlan], fqns: Collection[str]) -> dict[str, list[Held]]:

@@ -173,7 +173,7 @@ def _leave_out_empty_chunks(
             for fqn, number in zip(table.fqns, table.layout_of, strict=True)
             if fqn in overlapping
         }
-        raise not_whole({fqn: (whole[fqn], held[fqn]) for fqn in overlapping})
+        raise not_whole({fqn: (whole[fqn], held[fqn]) for fqn in overlapping}, len(tables))
     trimmed = {key: sorted(of_rank) for key, of_rank in sizes.items() if len(of_rank) < len(holders[key])}
     holders.update(trimmed)
     return trimmed.keys()

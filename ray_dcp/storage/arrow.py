@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pyarrow import ArrowException
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
-from ray_dcp.errors import NotAFolderError, ObjectNotFoundError, StoreError
+from ray_dcp.errors import BucketNotFoundError, NotAFolderError, ObjectNotFoundError, StoreError
 from ray_dcp.layout import parse_shard_file
 from ray_dcp.progress import PIECE_NBYTES, advance
 from ray_dcp.storage.failures import is_transient, require_range, store_errors
@@ -255,4 +255,19 @@ class ArrowStore:
             # An object store finds nothing "below" an object, which is no error to it.
             if not found and self._files.get_file_info(folder).type == FileType.File:
                 raise NotAFolderError("a file lies where a folder should be", url=self._shown, key=prefix)
+        if not found:
+            self._require_bucket()
         return found
+
+    def _require_bucket(self) -> None:
+        """To Arrow, too, an empty listing is all that a missing bucket is; it must not look like an empty root."""
+        bucket = self._base.partition("/")[0]
+        try:
+            is_there = not self._is_bucket or self._files.get_file_info(bucket).type != FileType.NotFound
+        except (OSError, ArrowException):
+            return  # who may list may not be allowed to ask that
+        if not is_there:
+            raise BucketNotFoundError(
+                f"there is no bucket {bucket!r}; make it, or look for the right name, endpoint and region",
+                url=self._shown,
+            )

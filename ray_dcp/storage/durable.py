@@ -63,7 +63,9 @@ def preallocate(descriptor: int, nbytes: int) -> None:
     while reserve(descriptor, _FALLOC_FL_KEEP_SIZE, 0, nbytes):
         code = ctypes.get_errno()
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(code, os.strerror(code))
+            full = OSError(code, os.strerror(code))
+            full.needed_nbytes = nbytes  # type: ignore[attr-defined]  # for the message
+            raise full
         if code != errno.EINTR:
             return
 

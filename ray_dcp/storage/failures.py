@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from ray_dcp.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
+from ray_dcp.wording import format_nbytes
 
 _AWS_ERROR = re.compile(r"AWS Error (\w+)(?: \(HTTP status (\d+)\))? during")
 _CURL_CODE = re.compile(r"curlCode: (\d+)")
@@ -81,7 +83,7 @@ def store_errors(doing: str, *, url: str, key: str = "", also: tuple[type[Except
 def as_store_error(error: Exception, doing: str, *, url: str, key: str) -> StoreError:
     """The ``StoreError`` that says what ``error`` says; the caller raises it ``from`` that error."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    message = f"cannot {doing}: {reason}"
+    message = f"cannot {doing}: {reason}{_room(error, url)}"
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(message, url=url, key=key)
     if isinstance(error, NotADirectoryError):
@@ -92,6 +94,25 @@ def as_store_error(error: Exception, doing: str, *, url: str, key: str) -> Store
     if word in _GONE:
         return ObjectNotFoundError(message, url=url, key=key)
     return StoreError(message, url=url, key=key)
+
+
+def _room(error: Exception, url: str) -> str:
+    """What a full disk lacks: how much was needed, where whoever raised it has said so, and what there is."""
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) or "://" in url:
+        return ""
+    needed = getattr(error, "needed_nbytes", None)
+    told = "" if needed is None else f"{format_nbytes(needed)} needed, "
+    folder = url
+    while folder != os.path.dirname(folder) and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    try:
+        there = os.statvfs(folder)
+    except OSError:
+        return f" ({told}free room unknown)"
+    if there.f_files and not there.f_favail:
+        return f" ({told}no inode free: too many files)"
+    quota = "; your quota may be less" if error.errno == errno.EDQUOT else ""  # type: ignore[attr-defined]
+    return f" ({told}{format_nbytes(there.f_bavail * there.f_frsize)} free{quota})"
 
 
 def is_transient(error: BaseException) -> bool:

@@ -265,6 +265,7 @@ class _FileWriter:
         except RayDcpError:
             raise
         except OSError as error:
+            error.needed_nbytes = max(self._reserved - self._nbytes, len(chunk))  # type: ignore[attr-defined]  # of room
             raise as_store_error(error, "write", url=self._url, key=self._key) from error
         self._nbytes += written
         if self._writeback is not None:

@@ -99,7 +99,7 @@ def test_a_damaged_manifest_is_a_warning_and_no_end(root, capsys):
     [
         ("{tmp}/nope", 3, "nothing is there"),
         ("memory://nope", 3, "nothing is there"),
-        ("{tmp}/file", 3, "Not a directory"),
+        ("{tmp}/file", 3, "this is a file"),
         ("hdfsx://a/b", 2, "unknown scheme hdfsx://"),
         ("", 2, "is empty"),
     ],

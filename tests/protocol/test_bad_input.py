@@ -286,3 +286,52 @@ def test_a_place_that_is_none_can_be_caught_as_what_torch_raises(library, place)
         library.save({"a": 1}, checkpoint_id=place)
     with pytest.raises(RuntimeError):
         library.load({"a": 1}, checkpoint_id=place)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        lambda place, group: dcp.save({"w": torch.ones(4)}, checkpoint_id=place, group=group),
+        lambda place, group: dcp.async_save({"w": torch.ones(4)}, checkpoint_id=place, group=group),
+        lambda place, group: dcp.load({"w": torch.ones(4)}, checkpoint_id=place, group=group),
+        lambda place, group: dcp.save({"w": torch.ones(4)}, storage_writer=dcp.StoreWriter(place), group=group),
+        lambda place, group: dcp.CheckpointManager(place, group=group).save(1, {"w": torch.ones(4)}),
+        lambda place, group: dcp.CheckpointManager(place, group=group).load({"w": torch.ones(4)}),
+    ],
+)
+def test_the_ranks_of_a_group_are_told_that_memory_is_of_one_process(calls):
+    ranks = ThreadRanks(2)
+    for error in ranks.run(lambda rank: calls("memory://of-one/run", ThreadGroup(ranks, rank))):
+        assert isinstance(error, CheckpointException)
+        assert "memory://of-one/run is of one process" in str(error).replace("/step-00000001", "")
+        assert "no_dist=True" in str(error)
+
+
+def test_what_another_process_saved_in_memory_is_not_said_to_be_missing_without_a_word():
+    with pytest.raises(
+        CheckpointException, match=r"memory:// is of one process: what another one \(a rank, an actor\)"
+    ):
+        dcp.load(template(), checkpoint_id="memory://saved-by-an-actor/step-00000001", no_dist=True)
+
+
+class OvertakenWriter(dcp.StoreWriter):
+    """Another process, which has no group either, saves the same id while this one writes."""
+
+    def write_data(self, plan, planner):
+        dcp.save({"w": torch.zeros(4)}, checkpoint_id=self.checkpoint_id, no_dist=True)
+        return super().write_data(plan, planner)
+
+
+def test_processes_without_a_group_that_save_one_id_are_told_that_each_saves_alone(tmp_path):
+    with pytest.raises(
+        CheckpointException, match=r"No group here, so this process saved alone: .*RankGroup\.join"
+    ) as caught:
+        dcp.save({"w": torch.ones(4)}, storage_writer=OvertakenWriter(tmp_path / "c"), no_dist=True)
+    assert caught.value.__cause__.world_size == 1
+    with pytest.raises(CheckpointException, match="No group here, so this process saves alone") as caught:
+        dcp.save({"w": LocalShards((4,), {(2,): torch.ones(2)})}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    assert "w: no rank has elements 0:2" in str(caught.value)
+    for error in ThreadRanks(2).save(
+        lambda rank: {"w": LocalShards((6,), {(2 * rank,): torch.ones(2)})}, tmp_path / "g"
+    ):
+        assert "No group here" not in str(error)

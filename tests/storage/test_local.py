@@ -3,15 +3,18 @@
 import errno
 import os
 import pickle
+import re
 import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ray_dcp.errors import NotAFolderError, StoreError, StorePermissionError
+from ray_dcp.storage.failures import as_store_error
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.store import FolderStore
 from tests.storage.contract import StoreContract
@@ -287,7 +290,8 @@ def test_another_users_folder_is_a_permission_error():
     script = """if True:
         import os, sys
         from ray_dcp.errors import StorePermissionError
-        from ray_dcp.storage.local import LocalStore
+        from ray_dcp.storage.failures import as_store_error
+from ray_dcp.storage.local import LocalStore
         mine, shown = LocalStore(sys.argv[1] + "/mine"), LocalStore(sys.argv[1] + "/shown")
         os.setgid(65534); os.setuid(65534)
         for call in (mine.list, lambda: mine.get("key"), lambda: mine.put("key", b""), lambda: shown.get("key"),
@@ -360,3 +364,47 @@ def test_an_error_of_a_read_from_an_open_file_is_a_store_error(tmp_path, monkeyp
         with pytest.raises(StoreError, match="cannot read: Input/output error") as caught:
             fill(0, [memoryview(bytearray(4))])
     assert caught.value.key == "key"
+
+
+FULL_DISK = """
+import sys
+from ray_dcp.errors import StoreError
+from ray_dcp.storage.failures import as_store_error
+from ray_dcp.storage.local import LocalStore
+
+store = LocalStore(sys.argv[1])
+for attempt in ("preallocate", "write", "put"):
+    try:
+        if attempt == "put":
+            store.put("small", bytes(5 << 20))
+        else:
+            with store.put_new(attempt) as file:
+                if attempt == "preallocate":
+                    file.preallocate(3 << 30)
+                for _ in range(5):
+                    file.write(bytes(1 << 20))
+    except StoreError as error:
+        print(error)
+print(store.list())
+"""
+
+
+def test_a_full_disk_says_what_was_needed_and_what_is_free(tmp_path):
+    mounted = f"mount -t tmpfs -o size=2m tmpfs {tmp_path} && exec {sys.executable} -c '{FULL_DISK}' {tmp_path}/run"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", mounted], capture_output=True, text=True, check=False)
+    if done.returncode and not done.stdout:
+        pytest.skip(f"this machine mounts nothing for us: {done.stderr.strip()}")
+    room, write, put, left = done.stdout.splitlines()
+    full = "No space left on device"
+    assert re.match(rf"cannot make room for: {full} \(3\.0 GiB needed, 2\.0 MiB free\) \(.*/preallocate\)", room)
+    assert re.match(rf"cannot write: {full} \(1\.0 MiB needed, .* free\) \(.*/write\)", write)
+    assert re.match(rf"cannot put: {full} \(.* free\) \(.*/small\)", put)
+    assert left == "[]"
+
+
+def test_a_quota_and_used_up_inodes_are_told_apart(tmp_path, monkeypatch):
+    told = str(as_store_error(OSError(errno.EDQUOT, "Quota exceeded"), "write", url=str(tmp_path), key="x"))
+    assert re.match(r"cannot write: Quota exceeded \(.* free; your quota may be less\)", told)
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_files=5, f_favail=0, f_bavail=9, f_frsize=1))
+    told = str(as_store_error(OSError(errno.ENOSPC, "No space"), "create", url=str(tmp_path), key="x"))
+    assert "(no inode free: too many files)" in told

@@ -187,3 +187,23 @@ def test_every_command_takes_a_prefix_of_any_name(s3_url, tmp_path, name, capsys
     assert main(["copy", f"{root} (copy)", str(tmp_path / "back")]) == 0
     assert main(["verify", str(tmp_path / "back")]) == 0
     assert "step-00000001" in capsys.readouterr().out
+
+
+def test_a_bucket_that_does_not_exist_is_no_empty_root(s3_url, capsys):
+    """Only its absence is asked for: the server makes a bucket when something is put there."""
+    root = "s3://no-such-bucket-of-ours/run"
+    manager = CheckpointManager(root)
+    state = {"w": torch.ones(1)}
+    for call in (
+        lambda: manager.load(state),
+        lambda: manager.load(state, step=3),
+        lambda: manager.latest(),
+        lambda: manager.list(),
+        lambda: dcp.load(state, checkpoint_id=f"{root}/step-00000003", no_dist=True),
+    ):
+        with pytest.raises(FileNotFoundError, match="there is no bucket 'no-such-bucket-of-ours'"):
+            call()
+    for command in (["list", root], ["show", root], ["verify", root], ["prune", root], ["verify", "--all", root]):
+        assert main(command) == 3
+        assert "no bucket" in capsys.readouterr().err
+    assert CheckpointManager(s3_url).load(state) is None
