@@ -17,23 +17,28 @@ NO_WORD = torch.bits8
 LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, bytes, type(None)))
 """Types of values with nothing inside: most values are of these, and asking each what it is takes long."""
 
+_NAMED_BY_VALUE = frozenset((str, int, bool, float, type(None), tuple))
+
 Path = tuple[str | int, ...]
 
 
 def flat_state(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Values by name, and the path of each, as torch's ``flatten_state_dict`` gives them.
 
-    Raises ``StateDictError`` naming all values that have one name.
+    Raises ``StateDictError`` naming all values that have one name, and keys that are never named alike again.
     """
     if all(type(key) is str and type(value) in LEAVES for key, value in state_dict.items()):
         return dict(state_dict), {key: (key,) for key in state_dict}
     flat: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     num_values = 0
-    for name, path, value in _named(state_dict.items(), "", ()):
+    nameless: list[str] = []
+    for name, path, value in _named(state_dict.items(), "", (), nameless):
         flat[name] = value
         paths[name] = path
         num_values += 1
+    if nameless:
+        raise StateDictError("keys whose text is not the same in every process; give others", nameless)
     if num_values != len(flat):
         raise StateDictError("two values have one name: keys are joined by dots, as text", _clashes(state_dict))
     return flat, paths
@@ -66,19 +71,28 @@ def _is_text(fqn: str) -> bool:
 
 
 def _named(
-    entries: Iterable[tuple[Any, Any]], prefix: str, above: Path, in_list: bool = False
+    entries: Iterable[tuple[Any, Any]], prefix: str, above: Path, nameless: list[str], in_list: bool = False
 ) -> Iterator[tuple[str, Path, Any]]:
     """Each value with its name and path; ``entries`` are those of the dict or list at ``above``."""
     for key, value in entries:
+        if type(key) not in _NAMED_BY_VALUE and _is_nameless(key):
+            nameless.append(f"{prefix.removesuffix('.') or 'state_dict'}: a {type(key).__name__} as key")
+            continue
         path = (*above, key if in_list else str(key))
         if type(value) in LEAVES:
             yield f"{prefix}{key}", path, value
         elif isinstance(value, Mapping):
-            yield from _named(value.items(), f"{prefix}{key}.", path)
+            yield from _named(value.items(), f"{prefix}{key}.", path, nameless)
         elif isinstance(value, list) and is_walked(value):
-            yield from _named(enumerate(value), f"{prefix}{key}.", path, in_list=True)
+            yield from _named(enumerate(value), f"{prefix}{key}.", path, nameless, in_list=True)
         else:
             yield f"{prefix}{key}", path, value
+
+
+def _is_nameless(key: Any) -> bool:
+    """Whether a key prints as its address, or as numbers that change, as the parameters do that an optimizer has."""
+    kind: Any = type(key)
+    return isinstance(key, torch.Tensor) or (kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__)
 
 
 def is_walked(entries: list[Any]) -> bool:

@@ -23,7 +23,7 @@ from tests.conftest import random_states
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.states import Dict, Maker, OfRank, Stateful, losing_states, names, same, states
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 WORLD_SIZES = st.integers(1, 4)
 
 

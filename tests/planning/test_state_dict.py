@@ -327,3 +327,13 @@ def test_two_values_of_one_name_are_refused_and_both_places_told(tmp_path, probl
     assert caught.value.phase == "plan"
     assert caught.value.__cause__.problems == (problem, "y.1: state_dict['y'][1] and state_dict['y']['1']")
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    "key", [object(), torch.nn.Parameter(torch.ones(1)), Counter(1)], ids=lambda key: str(type(key))
+)
+def test_a_key_that_has_another_name_in_every_process_is_refused(key):
+    """As in an optimizer's own ``.state``, which has parameters for keys."""
+    kind = type(key).__name__
+    assert problems({"opt": {"state": {key: {"step": 1}, "fine": 1}}}) == (f"opt.state: a {kind} as key",)
+    assert problems({key: 1}) == (f"state_dict: a {kind} as key",)
