@@ -23,6 +23,7 @@ from tests.interop.state_kinds import (
     Kind,
     blank,
     differences,
+    held,
     spoil,
     table,
     whole,
@@ -122,6 +123,29 @@ def test_it_is_refused_where_the_page_says_so(kind: Kind, mode: str, size: str, 
     assert re.search(kind.says, str(loads[0]), re.DOTALL), loads[0]
     for rank, template in enumerate(templates):
         assert differences(template, template_of(kind, rank, world_size)) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_that_one_name_spoils_leaves_nothing_of_any_kind(mode: str, tmp_path: Path) -> None:
+    place, ranks = tmp_path / "c", ThreadRanks(SAVED_BY)
+    states = [{kind.name: kind.state(rank, SAVED_BY) for kind in ALWAYS_RESTORED} for rank in range(SAVED_BY)]
+    states[1]["zz"] = lambda: 0
+    outcomes = ranks.run(lambda rank: save_rank(ranks, rank, states[rank], mode, place))
+    assert all("zz: a function that cannot be pickled" in str(one) for one in outcomes), outcomes
+    assert not place.exists() or list(place.iterdir()) == []
+
+
+def test_a_load_that_one_name_spoils_changes_nothing_of_any_kind(tmp_path: Path) -> None:
+    saving, ranks = ThreadRanks(SAVED_BY), ThreadRanks(3)
+    states = [{kind.name: kind.state(rank, SAVED_BY) for kind in ALWAYS_RESTORED} for rank in range(SAVED_BY)]
+    require_no_errors(saving.run(lambda rank: save_rank(saving, rank, states[rank], "save", tmp_path)))
+    templates = [{kind.name: template_of(kind, rank, 3) for kind in ALWAYS_RESTORED} for rank in range(3)]
+    templates[1]["zz"] = 0
+    loads = ranks.run(lambda rank: load_rank(ranks, rank, templates[rank], tmp_path))
+    assert all("zz: Missing key" in str(one) for one in loads), loads
+    for rank, template in enumerate(templates):
+        for kind in ALWAYS_RESTORED:
+            assert differences(held(template[kind.name]), held(template_of(kind, rank, 3)), kind.name) == []
 
 
 def save_on_mesh(rank: int, folder: Path) -> list[list[str]]:
