@@ -16,6 +16,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 
 import ray_dcp as dcp
 from ray_dcp.errors import ConfigError, StateDictError
+from tests.ranks import ThreadRanks, require_no_errors
 from tests.state.training import Net, differences, everything, load, net, save, train
 
 OPTIMIZERS = {
@@ -494,3 +495,41 @@ def test_what_torch_s_get_state_dict_has_saved_loads(flat: bool, tmp_path: Path)
         train(each[0], each[1], 2, 4, each[2])
     assert differences(dict(other.state_dict()), dict(model.state_dict())) == []
     assert [g["lr"] for g in resumed.param_groups] == [g["lr"] for g in reversed(optimizer.param_groups)]
+
+
+def stages(names: str, seed: int) -> nn.ModuleDict:
+    torch.manual_seed(seed)
+    return nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
+
+
+def stepped(model: nn.Module, num_steps: int) -> tuple[nn.Module, optim.Optimizer, Any]:
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(num_steps):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+        schedule.step()
+    return model, optimizer, schedule
+
+
+def test_ranks_with_different_parts_of_a_model_save_and_load_together(tmp_path: Path) -> None:
+    """Stages of a pipeline: each rank's optimizer has the parameters of its own, under their names in the whole."""
+    split = [stepped(stages("ab", 1), 2), stepped(stages("cd", 2), 2)]
+    require_no_errors(ThreadRanks(2).save(lambda rank: {"app": dcp.TrainState(*split[rank])}, tmp_path / "split"))
+    whole = stepped(stages("abcd", 3), 0)
+    load(dcp.TrainState(*whole), tmp_path / "split", strict="exact")
+    for part in split:
+        for name, parameter in part[0].named_parameters():
+            mine = dict(whole[0].named_parameters())[name]
+            assert torch.equal(mine, parameter)
+            assert differences(dict(whole[1].state[mine]), dict(part[1].state[parameter])) == []
+    assert whole[1].param_groups[0]["lr"] == whole[2].get_last_lr()[0] == 0.025
+    save(dcp.TrainState(*whole), tmp_path / "whole")
+    again = [stepped(stages("abc", 4), 0), stepped(stages("d", 5), 1)]
+    outcomes = ThreadRanks(2).load([{"app": dcp.TrainState(*part)} for part in again], tmp_path / "whole")
+    require_no_errors(outcomes)
+    found = {name: value for part in again for name, value in part[0].state_dict().items()}
+    assert differences(found, dict(whole[0].state_dict())) == []
+    assert [part[1].param_groups[0]["lr"] for part in again] == [0.025, 0.025]
+    assert all(values["step"] == 2 for part in again for values in part[1].state.values())
