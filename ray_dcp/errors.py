@@ -28,6 +28,7 @@
     |   |-- StaleGenerationError                 a call from an older forming of the group
     |   |-- RankLostError                        a rank died
     |   |-- RankAbsentError (TimeoutError)       a rank did not make the call that others made
+    |   |-- OutOfStepError                       a rank makes another call than those that wait for it
     |   |-- StalledError (TimeoutError)          a rank, or the coordinator's own step, stopped making progress
     |   |-- CoordinatorLostError                 the coordinator died
     |   |-- NotEnoughResourcesError              the cluster has no room for min_ranks
@@ -317,6 +318,26 @@ class RankLostError(GroupError):
         lines = [f"rank {rank}: {why}" for rank, why in sorted(lost.items())]
         super().__init__(f"lost {'; '.join(first_lines(lines, kept_in='.lost'))}", group=group)
         self.lost = dict(lost)
+
+
+class OutOfStepError(GroupError):
+    """``rank`` makes the call ``call`` while ``others`` are in ``others_call`` and wait for it there.
+
+    Example: rank 1 forgets the save of step 100 and comes to that of step 200 while ranks 0 and 2 wait in the first:
+    both saves fail at once on all ranks, which then are in step again.
+    """
+
+    def __init__(self, *, group: str, rank: int, call: str, others: Sequence[int], others_call: str) -> None:
+        named = f"rank {others[0]} is" if len(others) == 1 else f"ranks {', '.join(map(str, others))} are"
+        super().__init__(
+            f"rank {rank} calls {call} while {named} in {others_call}. All ranks must make the same calls in the same "
+            "order: these have failed, the next one that all make works",
+            group=group,
+        )
+        self.rank = rank
+        self.call = call
+        self.others = tuple(others)
+        self.others_call = others_call
 
 
 class RankAbsentError(GroupError, TimeoutError):

@@ -20,12 +20,15 @@ os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def interleavings() -> settings:
-    """How many random runs of the protocol, and which: by `RAY_DCP_INTERLEAVINGS`, else a few hundred known ones."""
+def interleavings(*, new: int = 0) -> settings:
+    """How many random runs of the protocol, and which: by `RAY_DCP_INTERLEAVINGS`, else a few hundred known ones.
+
+    With ``new``, so many that nobody has seen before.
+    """
     wanted = os.environ.get("RAY_DCP_INTERLEAVINGS")
     return settings(
-        max_examples=int(wanted) if wanted else 250,
-        derandomize=not wanted,
+        max_examples=new or int(wanted or 250),
+        derandomize=not (new or wanted),
         stateful_step_count=30,
         deadline=None,
         print_blob=True,

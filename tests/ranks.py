@@ -35,7 +35,7 @@ class _ThreadLink:
         return self._ranks.coordinator.contribute(self._call_id, self._rank, phase, message).result(timeout=30)
 
     def tell(self, failure: RankFailure) -> None:
-        self._ranks.coordinator.fail(self._call_id, failure)
+        self._ranks.coordinator.fail(self._call_id, self._rank, failure)
 
     def reconnect(self) -> None:
         """The coordinator of the moment is always in reach."""
@@ -62,7 +62,7 @@ class ThreadRanks:
         self._num_calls = [0] * world_size
 
     def call(self, rank: int, kind: str, checkpoint_id: str = "") -> RemoteCall:
-        call_id = CallId(self.generation, self._num_calls[rank], kind)
+        call_id = CallId.named(self.generation, self._num_calls[rank], kind, checkpoint_id)
         self._num_calls[rank] += 1
 
         return RemoteCall(

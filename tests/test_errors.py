@@ -41,6 +41,7 @@ EXAMPLES = [
     errors.RankConflictError("joined twice", group="run-7", rank=2),
     errors.StaleGenerationError(group="run-7", generation=1, current=2),
     errors.RankLostError(group="run-7", lost={2: "killed", 0: "its node died"}),
+    errors.OutOfStepError(group="run-7", rank=2, call="save of /step-2", others=[0, 1], others_call="save of /step-1"),
     errors.RankAbsentError(group="run-7", rank=2, kind="save", waited_s=1800.0),
     errors.StalledError(group="run-7", rank=2, phase="write", stalled_s=600.0, nbytes=1 << 30),
     errors.CoordinatorLostError("killed", group="run-7"),

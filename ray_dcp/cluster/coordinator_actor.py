@@ -25,9 +25,9 @@ from ray_dcp.cluster.group_record import GroupRecord, forget_record, read_record
 from ray_dcp.cluster.process import process_name_of
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
 from ray_dcp.maintenance.after_save import SweepAfterSave
-from ray_dcp.protocol.coordinator import CHECK_INTERVAL_S, Coordinator
+from ray_dcp.protocol.coordinator import CHECK_INTERVAL_S, Coordinator, CoordinatorRecord
 from ray_dcp.protocol.failures import RankFailure
-from ray_dcp.protocol.membership import JoinRequest, MembershipRecord
+from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.wire import CallId
 
 NAMESPACE = "ray_dcp"
@@ -61,10 +61,12 @@ class CoordinatorActor:
     def __init__(self, name: str) -> None:
         self._name = name
         self._sweep = SweepAfterSave(lambda: self._coordinator.attempts)
-        self._coordinator = Coordinator(name, execute=_in_a_thread, on_save_ended=self._sweep.save_ended)
+        self._coordinator = Coordinator(
+            name, execute=_in_a_thread, on_save_ended=self._sweep.save_ended, keep=self._write_record
+        )
         self._actors: dict[str, Any] = {}
         self._keepers: list[Any] = []
-        self._recorded: tuple[MembershipRecord, int] | None = None
+        self._recorded: tuple[CoordinatorRecord, int] | None = None
         self._needed_until = time.monotonic() + _FIRST_JOIN_S
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
@@ -75,7 +77,7 @@ class CoordinatorActor:
             return
         self._started = True
         record = read_record(self._name)
-        self._coordinator.restore(record.membership)
+        self._coordinator.restore(record.coordinator)
         for member, handle in record.actors.items():
             self._watch_actor(member, handle)
         for keeper in record.keepers:
@@ -89,9 +91,10 @@ class CoordinatorActor:
             future = self._coordinator.join(request)
         except GroupError as error:
             return Outcome(error=error)
+        self._actors = {member: handle for member, handle in self._actors.items() if self._coordinator.knows(member)}
         for handle in actor:
             self._watch_actor(request.member, handle)
-        self._write_record()
+        self._coordinator.keep_record()
         try:
             return Outcome(await asyncio.wait_for(asyncio.wrap_future(future), timeout_s))
         except asyncio.TimeoutError:
@@ -124,10 +127,10 @@ class CoordinatorActor:
         await self._start()
         self._coordinator.heartbeat(member)
 
-    async def fail(self, call_id: CallId, failure: RankFailure) -> Outcome:
+    async def fail(self, call_id: CallId, rank: int, failure: RankFailure) -> Outcome:
         await self._start()
         try:
-            self._coordinator.fail(call_id, failure)
+            self._coordinator.fail(call_id, rank, failure)
             return Outcome()
         except GroupError as error:
             return Outcome(error=error)
@@ -135,20 +138,20 @@ class CoordinatorActor:
     async def leave(self, generation: int, rank: int) -> None:
         await self._start()
         self._coordinator.leave(generation, rank)
-        self._write_record()
+        self._coordinator.keep_record()
         if not self._coordinator.num_members:
             self._needed_until = time.monotonic()
 
     async def ranks_failed(self, failed: dict[int, str]) -> None:
         await self._start()
         self._coordinator.ranks_failed(failed)
-        self._write_record()
+        self._coordinator.keep_record()
 
     async def keep(self, keeper: list[Any]) -> None:
         """Live at least as long as ``keeper``, an actor."""
         await self._start()
         self._watch_keeper(keeper[0])
-        self._write_record()
+        self._coordinator.keep_record()
 
     async def live_attempts(self) -> frozenset[str]:
         """The saves that are under way."""
@@ -164,12 +167,13 @@ class CoordinatorActor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _write_record(self) -> None:
-        self._actors = {member: handle for member, handle in self._actors.items() if self._coordinator.knows(member)}
-        changed = (self._coordinator.record, len(self._keepers))
+    def _write_record(self, record: CoordinatorRecord) -> None:
+        """Called under the coordinator's lock, from whatever thread has changed something."""
+        changed = (record, len(self._keepers))
         if changed != self._recorded:
             self._recorded = changed
-            write_record(self._name, GroupRecord(changed[0], self._actors, tuple(self._keepers)))
+            actors = {member: one for member, one in list(self._actors.items()) if self._coordinator.knows(member)}
+            write_record(self._name, GroupRecord(record, actors, tuple(self._keepers)))
 
     def _watch_actor(self, member: str, handle: Any) -> None:
         if member not in self._actors:

@@ -97,7 +97,7 @@ class RankGroup:
         if self._closed:
             raise GroupError("this group is closed", group=self.name)
         with self._lock:
-            call_id = CallId(self.generation, self._num_calls, kind)
+            call_id = CallId.named(self.generation, self._num_calls, kind, checkpoint_id)
             self._num_calls += 1
 
         call = RemoteCall(

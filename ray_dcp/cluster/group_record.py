@@ -1,4 +1,6 @@
-"""What outlives a coordinator: its group's membership, in Ray's key-value store, which lasts as long as the cluster.
+"""What outlives a coordinator: who its group is and which calls have failed, in Ray's key-value store.
+
+That lasts as long as the cluster.
 
 ``ray.experimental.internal_kv`` is not part of Ray's public API. Where it is gone, a coordinator that dies takes its
 group along: its ranks get ``CoordinatorLostError`` and join again.
@@ -14,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from ray_dcp.protocol.membership import MembershipRecord
+from ray_dcp.protocol.coordinator import CoordinatorRecord
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ _NAMESPACE = b"ray_dcp"
 class GroupRecord:
     """A group as its coordinator knows it."""
 
-    membership: MembershipRecord = field(default_factory=MembershipRecord)
+    coordinator: CoordinatorRecord = field(default_factory=CoordinatorRecord)
     actors: Mapping[str, Any] = field(default_factory=dict)
     """Handles of the members that are actors."""
     keepers: tuple[Any, ...] = ()

@@ -90,7 +90,7 @@ class CallLink:
         return answer
 
     def tell(self, failure: RankFailure) -> None:
-        self._link.ask(self._link.handle.fail.remote(self._call_id, failure))
+        self._link.ask(self._link.handle.fail.remote(self._call_id, self._rank, failure))
 
     def reconnect(self) -> None:
         self._again = True

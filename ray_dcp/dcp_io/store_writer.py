@@ -210,6 +210,15 @@ class StoreWriter(StorageWriter):
         reached(Point.AFTER_METADATA)
         return encoded
 
+    def committed(self, attempt: str) -> CommittedMetadata | None:
+        """The metadata as it is stored, where it is this attempt's that is committed now."""
+        store = self.store
+        with suppress(ObjectNotFoundError, CorruptCheckpointError, FormatVersionError):
+            facts, encoded = decode_facts(store.get(MANIFEST), file=MANIFEST), store.get(METADATA)
+            if (facts.attempt, facts.metadata_digest) == (attempt, metadata_digest(encoded)):
+                return CommittedMetadata(encoded, METADATA)
+        return None
+
     def give_up(self) -> None:
         """Refuse to commit from now on, also in a ``finish`` that is under way in another thread."""
         self._given_up = True

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ray_dcp.config import Limits
-from ray_dcp.errors import GroupError, RankLostError, StaleGenerationError
+from ray_dcp.errors import RankLostError, StaleGenerationError
+from ray_dcp.protocol.calls import Calls, CallsRecord
 from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
 from ray_dcp.protocol.membership import JoinRequest, Membership, MembershipRecord
 from ray_dcp.protocol.open_call import OpenCall
@@ -30,12 +32,8 @@ Execute = Callable[[Callable[[], None]], object]
 
 CHECK_INTERVAL_S = 0.25
 """How often ``check_limits`` is to be called."""
-_REMEMBERED_CALLS = 64
-"""Ended calls of which is kept how they ended, so that a late part of one is answered with it."""
 _REMEMBERED_ATTEMPTS = 1024
 """Failed ones, of which ranks that were killed may have left files."""
-_REMEMBERED_ANSWERS = 2
-"""Ended calls of which all answers are kept: a rank may ask again for one that got lost on its way."""
 
 
 class SaveEnded(Protocol):
@@ -44,8 +42,20 @@ class SaveEnded(Protocol):
     def __call__(self, checkpoint_id: str, *, committed: bool) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class CoordinatorRecord:
+    """All that a coordinator which starts over must know to go on with a group."""
+
+    membership: MembershipRecord = field(default_factory=MembershipRecord)
+    calls: CallsRecord = field(default_factory=CallsRecord)
+
+
 class Coordinator:
-    """The coordinator of group ``name``; see the module."""
+    """The coordinator of group ``name``; see the module.
+
+    ``keep`` is given the ``record`` of what has changed before anybody hears of it, and keeps it for a coordinator that
+    starts over: a call that some rank was told has failed never works for another one, and no rank comes back to life.
+    """
 
     def __init__(
         self,
@@ -53,8 +63,10 @@ class Coordinator:
         execute: Execute = lambda step: step(),
         clock: Callable[[], float] = time.monotonic,
         on_save_ended: SaveEnded | None = None,
+        keep: Callable[[CoordinatorRecord], None] = lambda record: None,
     ) -> None:
         self.name = name
+        self._keep = keep
         self._execute = execute
         self._on_save_ended = on_save_ended
         self._clock = clock
@@ -62,9 +74,9 @@ class Coordinator:
         self._awake_s = 0.0
         self._lock = threading.RLock()
         self._membership = Membership(name)
-        self._calls: OrderedDict[CallId, OpenCall] = OrderedDict()
-        self._first_remembered = 0
-        """Calls of lower numbers have ended and are forgotten."""
+        self._calls = self._no_calls()
+        self._ending: list[OpenCall] = []
+        """Of older generations, with a step that is under way."""
         self._dead: deque[str] = deque(maxlen=_REMEMBERED_ATTEMPTS)
         self._heard_s: dict[str, float] = {}
         """When each member that is no actor was last heard of."""
@@ -78,7 +90,7 @@ class Coordinator:
             future = self._membership.join(request)
             self.heartbeat(request.member)
             if self._membership.generation != before:
-                self._end_calls_before(self._membership.generation)
+                self._end_calls(before)
         return future
 
     def withdraw(self, request: JoinRequest) -> list[int]:
@@ -91,6 +103,7 @@ class Coordinator:
         with self._lock:
             rank = self._membership.lose(member, why)
             if rank is not None:
+                self.keep_record()
                 for call in self._open_calls():
                     call.fail(self._lost_failure(call))
 
@@ -134,15 +147,22 @@ class Coordinator:
             return self._membership.limits
 
     @property
-    def record(self) -> MembershipRecord:
+    def record(self) -> CoordinatorRecord:
         """What another ``Coordinator`` needs to go on with this group; see ``restore``."""
         with self._lock:
-            return self._membership.record
+            return CoordinatorRecord(self._membership.record, self._calls.record)
 
-    def restore(self, record: MembershipRecord) -> None:
+    def keep_record(self) -> None:
+        """Have the record kept as it is now."""
+        with self._lock:
+            self._keep(self.record)
+
+    def restore(self, record: CoordinatorRecord) -> None:
         """Go on with the group of a coordinator that died: its ranks send again what they had sent to that one."""
         with self._lock:
-            self._membership.restore(record)
+            self._membership.restore(record.membership)
+            self._calls = self._no_calls()
+            self._calls.restore(record.calls)
             for member in self._membership.beating:
                 self.heartbeat(member)
 
@@ -158,7 +178,7 @@ class Coordinator:
         """
         with self._lock:
             call = self._call(call_id, rank)
-            self._fail_calls_left_by(rank, call_id)
+            self._calls.part_sent(call_id, rank)
             if again:
                 call.started_over = True
             future = call.put(rank, phase, message)
@@ -167,10 +187,10 @@ class Coordinator:
             self._execute(lambda: call.run(phase))
         return future
 
-    def fail(self, call_id: CallId, failure: RankFailure) -> None:
-        """A rank's own failure: the call fails for all."""
+    def fail(self, call_id: CallId, rank: int, failure: RankFailure) -> None:
+        """What a rank has failed with, or has seen fail: the call fails for all."""
         with self._lock:
-            self._call(call_id, failure.rank).fail([failure])
+            self._call(call_id, rank, own=failure).fail([failure])
 
     def report_progress(
         self, call_id: CallId, rank: int, phase: str, mark: int, nbytes: int
@@ -197,6 +217,7 @@ class Coordinator:
                 silent_s = self._awake_s - heard_s
                 if silent_s > limits.heartbeat_timeout_s:
                     self.member_lost(member, f"{member} was not heard of for {silent_s:.1f} s (heartbeat_timeout_s)")
+            self._calls.give_up_waiting(limits)
             for call in self._open_calls():
                 call.fail_overdue(limits)
 
@@ -204,38 +225,30 @@ class Coordinator:
     def attempts(self) -> tuple[frozenset[str], frozenset[str]]:
         """Those that still go on, and the latest of those that have failed and can never commit."""
         with self._lock:
-            calls = list(self._calls.values())
+            calls = [*self._calls, *self._ending]
             return frozenset(call.attempt for call in calls if call.attempt and not call.ended), frozenset(self._dead)
 
-    def _call(self, call_id: CallId, rank: int) -> OpenCall:
+    def _call(self, call_id: CallId, rank: int, own: RankFailure | None = None) -> OpenCall:
         if call_id.generation != self._membership.generation:
             raise StaleGenerationError(
                 group=self.name, generation=call_id.generation, current=self._membership.generation
             )
-        for other, other_call in self._calls.items():
-            same_number = (other.generation, other.number) == (call_id.generation, call_id.number)
-            if same_number and other.kind != call_id.kind:
-                other_call.fail([_kind_mismatch(rank, call_id.kind, other.kind)])
-                return other_call
-        if call_id not in self._calls and call_id.number < self._first_remembered:
-            raise GroupError(f"{call_id.kind} #{call_id.number} has ended long ago", group=self.name)
-        return self._calls[call_id] if call_id in self._calls else self._open(call_id)
+        call = self._calls.of(call_id, rank, own)
+        if self._membership.lost:
+            call.fail(self._lost_failure(call))
+        return call
 
-    def _fail_calls_left_by(self, rank: int, call_id: CallId) -> None:
-        """A rank that sends its part of a later save or load is done with the earlier ones.
-
-        Such a call has failed on that rank, and a coordinator that has died since took the news along.
-        """
-        if call_id.kind == "barrier":  # which may be passed while a save goes on in the background
-            return
-        for earlier, call in self._calls.items():
-            is_before = earlier.generation == call_id.generation and earlier.number < call_id.number
-            if is_before and earlier.kind != "barrier" and call.waits_for(rank):
-                message = f"rank {rank} has left this {earlier.kind} and gone on to a later {call_id.kind}"
-                call.fail([RankFailure(rank, call.phase_now, "GroupError", message, "")])
+    def _no_calls(self) -> Calls:
+        """For a generation that begins, or that a coordinator before had."""
+        return Calls(
+            group=self.name,
+            world_size=self._membership.world_size,
+            open_call=self._open,
+            on_change=self.keep_record,
+        )
 
     def _open(self, call_id: CallId) -> OpenCall:
-        call = self._calls[call_id] = OpenCall(
+        return OpenCall(
             call_id,
             group=self.name,
             world_size=self._membership.world_size,
@@ -243,25 +256,18 @@ class Coordinator:
             clock=lambda: self._awake_s,
             on_end=self._call_ended,
         )
-        if self._membership.lost:
-            call.fail(self._lost_failure(call))
-        ended = [one for one, known in self._calls.items() if known.ended]
-        for old in ended[:-_REMEMBERED_ANSWERS]:
-            self._calls[old].forget_parts()
-        for old in ended[:-_REMEMBERED_CALLS]:
-            del self._calls[old]
-            if old.generation == call_id.generation:
-                self._first_remembered = max(self._first_remembered, old.number + 1)
-        return call
 
     def _call_ended(self, call: OpenCall) -> None:
+        self._calls.ended(call)
+        if call.failure is not None:
+            self.keep_record()
         if call.attempt is not None and call.failed_for_good:
             self._dead.append(call.attempt)
         if call.attempt is not None and self._on_save_ended is not None:
             self._on_save_ended(call.checkpoint_id, committed=call.failure is None)
 
     def _open_calls(self) -> list[OpenCall]:
-        return [call for call in self._calls.values() if not call.ended]
+        return [call for call in (*self._calls, *self._ending) if not call.ended]
 
     def _lost_failure(self, call: OpenCall) -> list[RankFailure]:
         return [
@@ -271,16 +277,10 @@ class Coordinator:
             for rank, why in sorted(self._membership.lost.items())
         ]
 
-    def _end_calls_before(self, generation: int) -> None:
-        for call_id, call in list(self._calls.items()):
-            if call_id.generation != generation:
-                stale = StaleGenerationError(group=self.name, generation=call_id.generation, current=generation)
-                call.fail([RankFailure.from_exception(stale, rank=COORDINATOR, phase=call.phase_now)])
-                if call.ended:  # a step that is under way ends it, or the stall limit does
-                    del self._calls[call_id]
-        self._first_remembered = 0
-
-
-def _kind_mismatch(rank: int, kind: str, others: str) -> RankFailure:
-    message = f"rank {rank} calls {kind} while other ranks call {others}: all ranks must make the same calls in order"
-    return RankFailure(rank, "collect", "GroupError", message, "")
+    def _end_calls(self, generation: int) -> None:
+        """Those of ``generation``, which is over; a step that is under way ends its call, or the stall limit does."""
+        calls, self._calls = self._calls, self._no_calls()
+        self._ending = [call for call in (*self._ending, *calls) if not call.ended]
+        stale = StaleGenerationError(group=self.name, generation=generation, current=self._membership.generation)
+        for call in self._ending:
+            call.fail([RankFailure.from_exception(stale, rank=COORDINATOR, phase=call.phase_now)])

@@ -89,8 +89,8 @@ class OpenCall:
 
     @property
     def checkpoint_id(self) -> str:
-        """Empty before its first phase is complete."""
-        return self._session.checkpoint_id
+        """As the first rank has named it, before its first phase is complete; it may be empty then."""
+        return self._session.checkpoint_id or self._id.checkpoint_id
 
     @property
     def attempt(self) -> str | None:
@@ -130,6 +130,16 @@ class OpenCall:
         before = self._seen.get(rank)
         if before is None or (before.phase, before.mark) != (phase, mark):
             self._seen[rank] = _Seen(phase, mark, nbytes, self._clock())
+
+    @property
+    def open_s(self) -> float:
+        """How long ago its first rank has come."""
+        return self._clock() - self._opened_s
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether any rank has sent a part."""
+        return bool(self._parts)
 
     def waits_for(self, rank: int) -> bool:
         """Whether the call goes on and this rank has not sent its part of the phase."""
@@ -196,13 +206,18 @@ class OpenCall:
             if self._step is not None:
                 self._failed_while_stepping = self._failed_while_stepping or failures
             elif self.failure is None and not self.ended:
-                self.failure = CheckpointException(self._id.kind, self._session.checkpoint_id, failures)
+                self.failure = CheckpointException(self._id.kind, self.checkpoint_id, failures)
                 self._session.give_up()
                 self._end()
                 for parts in self._parts.values():
                     for future in (future for part in parts.values() for future in part.waiting):
                         if not future.done():
                             future.set_exception(self.failure)
+
+    def restore_failure(self, failure: CheckpointException) -> None:
+        """The call has failed with this at a coordinator before."""
+        self.failure = failure
+        self.started_over = self.ended = True
 
     def forget_parts(self) -> None:
         """Keep of an ended call only how it ended."""

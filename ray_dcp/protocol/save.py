@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from ray_dcp.collector import collector_paused
 from ray_dcp.config import DEFAULT_REPLICA_CHECK, ReplicaCheck
-from ray_dcp.dcp_io.store_writer import StoreWriter
+from ray_dcp.dcp_io.store_writer import ShardTarget, StoreWriter
 from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems
 from ray_dcp.errors import without_keys
 from ray_dcp.planning.collect import collect_state
@@ -212,29 +212,38 @@ def when_staged(staging: Future[dict[str, Any]], request: SaveRequest, call: Cal
 def write_save(planned: PlannedSave, call: Call) -> Metadata:
     """Write this rank's items and wait for the commit."""
     try:
-        with phase(call, "write"):
-            with torch.no_grad():
-                results: Any = _write(planned, call)
-            reached(Point.BEFORE_RESULT)
-        if planned.shown is not None:
-            results = ResultsWithReplicas(results, planned.shown)
-        metadata = call.exchange("write", results)
-        if isinstance(metadata, OnRankZero):
-            with phase(call, "commit"):
-                committed = _commit_here(planned, metadata)
-            metadata = call.exchange("commit", committed)
-        if isinstance(metadata, CommittedWithReplicas):
-            warn_of_differing(metadata.differing, call.checkpoint_id)
-            metadata = metadata.metadata
-        if isinstance(planned.users_planner, DefaultSavePlanner):
-            planned.users_planner.metadata = metadata  # its global step was the coordinator's, on a copy
-        if planned.may_be_empty and not metadata.state_dict_metadata:
-            logger.warning("%s: the state dict is empty on every rank", without_keys(call.checkpoint_id))
-        return metadata
+        metadata = _write_and_wait(planned, call)
     except CheckpointException as error:
-        if not call.started_over and _never_began_to_commit(error):
-            _abandon(planned.writer)
-        raise
+        committed = _committed_by_then(planned) if call.started_over else None
+        if committed is None:
+            if not call.started_over and _never_began_to_commit(error):
+                _abandon(planned.writer)
+            raise
+        metadata = committed
+    if isinstance(planned.users_planner, DefaultSavePlanner):
+        planned.users_planner.metadata = metadata  # its global step was the coordinator's, on a copy
+    if planned.may_be_empty and not metadata.state_dict_metadata:
+        logger.warning("%s: the state dict is empty on every rank", without_keys(call.checkpoint_id))
+    return metadata
+
+
+def _write_and_wait(planned: PlannedSave, call: Call) -> Metadata:
+    with phase(call, "write"):
+        with torch.no_grad():
+            results: Any = _write(planned, call)
+        reached(Point.BEFORE_RESULT)
+    if planned.shown is not None:
+        results = ResultsWithReplicas(results, planned.shown)
+    metadata = call.exchange("write", results)
+    if isinstance(metadata, OnRankZero):
+        with phase(call, "commit"):
+            committed = _commit_here(planned, metadata)
+        metadata = call.exchange("commit", committed)
+    if isinstance(metadata, CommittedWithReplicas):
+        warn_of_differing(metadata.differing, call.checkpoint_id)
+        metadata = metadata.metadata
+    found: Metadata = metadata
+    return found
 
 
 def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> SavePlan:
@@ -310,6 +319,16 @@ def _never_began_to_commit(error: CheckpointException) -> bool:
     have been put: the files must stay.
     """
     return error.phase != "commit" and all(failure.rank != COORDINATOR for failure in error.rank_failures)
+
+
+def _committed_by_then(planned: PlannedSave) -> Metadata | None:
+    """The metadata, where a coordinator that has died since had committed this save before others could fail it."""
+    if not isinstance(planned.writer, StoreWriter) or not isinstance(planned.plan.storage_data, ShardTarget):
+        return None
+    try:
+        return planned.writer.committed(planned.plan.storage_data.attempt)
+    except OSError:
+        return None  # nobody knows; what the save has failed with is to be told
 
 
 def _abandon(writer: StorageWriter) -> None:

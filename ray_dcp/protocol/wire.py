@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import pickle
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CallId:
-    """One save, load or barrier of one group: the same on all its ranks."""
+    """One save, load or barrier of one rank: which of the other ranks' it belongs to, the coordinator finds out."""
 
     generation: int
     number: int
-    """The how-manieth call of this generation; every rank counts its own and they must agree."""
+    """The how-manieth call of this rank in this generation."""
     kind: str
+    checkpoint_id: str = ""
+    """The place, as all ranks name it; empty where there is none, or where the ranks may name it differently."""
+
+    @classmethod
+    def named(cls, generation: int, number: int, kind: str, checkpoint_id: str) -> CallId:
+        """With ``checkpoint_id`` where that is a place: what is none may be a mistake of one rank alone."""
+        is_place = "://" in checkpoint_id or os.path.isabs(checkpoint_id)
+        return cls(generation, number, kind, checkpoint_id if is_place else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
-from ray_dcp.errors import GroupError, JoinTimeoutError, RankConflictError, StaleGenerationError
+from ray_dcp.errors import GroupError, JoinTimeoutError, OutOfStepError, RankConflictError, StaleGenerationError
 from tests.actors import RankActor, SharedRanks
 
 pytestmark = pytest.mark.ray
@@ -136,6 +136,35 @@ def test_one_ranks_exception_reaches_all_by_name_and_the_next_save_works(ranks, 
         assert (failed_ranks, phase, cause) == ((2,), "collect", "ValueError")
         assert waited_s < 5
     assert ranks.ok(3, raise_in_state_dict, tmp_path / "c", None) == [None] * 3
+
+
+def forget_a_save(rank, world_size, root, forgetful):
+    """Each save that this rank makes: its metadata's type, or with what it failed and how long it was in it."""
+    outcomes = []
+    for step in (1, 2, 3):
+        if (rank, step) == (forgetful, 1):
+            continue
+        start = time.monotonic()
+        try:
+            dcp.save({f"w{rank}": torch.full((3,), float(step))}, checkpoint_id=f"{root}/step-{step}")
+            outcomes.append("saved")
+        except CheckpointException as error:
+            outcomes.append((error.__cause__, time.monotonic() - start))
+    return outcomes
+
+
+def test_a_rank_that_forgets_a_save_is_named_at_once_and_the_next_save_works(ranks, tmp_path):
+    ranks.ok(2, generation_of, name="forgetful")
+    (first, second, third), (ahead, met) = ranks.ok(2, forget_a_save, tmp_path, 1, name="forgetful")
+    for error, waited_s in (first, second, ahead):
+        assert isinstance(error, OutOfStepError)
+        assert error.call == f"save of {tmp_path}/step-2"
+        assert (error.rank, error.others_call) == (1, f"save of {tmp_path}/step-1")
+        assert waited_s < 5
+    assert third == met == "saved"
+    state = {"w0": torch.full((3,), torch.nan), "w1": torch.full((3,), torch.nan)}
+    dcp.load(state, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    assert state["w0"].tolist() == state["w1"].tolist() == [3.0] * 3
 
 
 def test_a_checkpoint_exception_crosses_ray_with_its_facts(ranks, tmp_path):

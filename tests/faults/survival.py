@@ -83,11 +83,24 @@ ROWS = (
         ),
     ),
     Row(
-        "a rank does not make the call that others make",
+        "a rank does not make the call that others make, nor any other",
         "the same, naming the rank",
         _seconds("arrival_timeout_s"),
         "untouched",
         ("protocol.test_coordinator::test_a_rank_that_never_calls_is_named",),
+    ),
+    Row(
+        "a rank forgets a call, makes one twice, or catches an error that the others do not, and goes on",
+        "`CheckpointException` on all, naming both calls and their ranks; the next call that all make works",
+        f"{RAISED_S:g} s",
+        "the previous checkpoint",
+        (
+            "cluster.test_group::test_a_rank_that_forgets_a_save_is_named_at_once_and_the_next_save_works",
+            "protocol.test_bad_input::test_what_ranks_save_after_one_has_forgotten_a_save_is_whole",
+            "protocol.test_out_of_step::test_a_call_made_twice",
+            "protocol.test_out_of_step::test_two_calls_the_wrong_way_round",
+            "protocol.test_out_of_step::test_a_rank_that_catches_an_error_and_tries_again_alone",
+        ),
     ),
     Row(
         "a rank never joins",
@@ -166,10 +179,30 @@ ROWS = (
     ),
     Row(
         "an asynchronous save fails and nobody looks",
-        "the next save or load raises it, on every rank",
+        "the next save or load does its own work, then raises it on the ranks where nobody looked; told on stderr "
+        "where no call comes",
         "",
         "the previous checkpoint",
-        ("protocol.test_async_save::test_a_failure_nobody_awaited_is_raised_by_the_next_call_once",),
+        (
+            "protocol.test_async_save::test_a_failure_nobody_awaited_is_raised_by_the_next_call_when_that_has_done_its_work",
+        ),
+    ),
+    Row(
+        "a process, or a pool, ends while it saves in the background",
+        "the save is finished first (`finish_timeout_s` for a pool), or an error says that it was cut off",
+        "",
+        "the new checkpoint",
+        (
+            "test_lifetime::test_a_save_and_a_sweep_under_way_are_finished_when_the_process_ends_and_nothing_is_said",
+            "test_pool::test_saves_that_take_too_long_are_named_and_do_not_hide_the_blocks_own_error",
+        ),
+    ),
+    Row(
+        "a process is forked while it saves (a DataLoader worker)",
+        "the fork is told at once that it is no rank; with `no_dist=True` it saves and loads by itself",
+        "",
+        "the new checkpoint",
+        ("test_lifetime::test_a_fork_saves_and_loads_by_itself_and_waits_for_nothing_of_its_parent",),
     ),
     Row(
         "a stored byte changes, a file is cut short or gone",

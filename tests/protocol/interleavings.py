@@ -42,11 +42,12 @@ from ray_dcp.errors import (
 from ray_dcp.layout import METADATA, is_newer, parse_shard_file, shard_files_named_in
 from ray_dcp.progress import advance
 from ray_dcp.protocol.call import Call, RemoteCall, SoloCall, phase
-from ray_dcp.protocol.coordinator import Coordinator
-from ray_dcp.protocol.failures import CheckpointException, RankFailure
+from ray_dcp.protocol.coordinator import Coordinator, CoordinatorRecord
+from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
 from ray_dcp.protocol.load import LoadRequest, default_load_planner, load
 from ray_dcp.protocol.membership import JoinRequest
-from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, save, stage_save, write_save
+from ray_dcp.protocol.open_call import OpenCall
+from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
 from ray_dcp.protocol.wire import CallId, decode
 from ray_dcp.storage.open import register_scheme
 from ray_dcp.storage.store import ObjectWriter, StoredObject
@@ -60,6 +61,7 @@ EXPECTED_ERRORS = {
     "CheckpointNotFoundError",
     "CoordinatorLostError",
     "GroupError",
+    "OutOfStepError",
     "RankAbsentError",
     "RankLostError",
     "RuntimeError",
@@ -271,6 +273,8 @@ class World:
         """Attempts that a coordinator has called failed."""
         self.told_failed: dict[str, int] = {}
         """Attempts of which ranks were told that they have failed, and by which coordinator of theirs."""
+        self.committed_unseen: set[str] = set()
+        """Attempts that a coordinator has committed when another one had taken its place already."""
         self.unchecked: dict[str, None] = {}
         self.now_s = 0.0
         self._files: dict[str, dict[str, bytes]] = {}
@@ -315,8 +319,13 @@ class World:
         before = self.committed.get(checkpoint)
         if before is not None and before != attempt and not is_newer(attempt, before):
             self.wrong(f"{checkpoint}: the older attempt {attempt} replaces the newer {before}")
-        if before != attempt and self.told_failed.get(attempt, -1) == getattr(Fiber.current, "epoch", None):
+        step = Fiber.current
+        assert step is not None
+        assert step.epoch is not None
+        if before != attempt and step.epoch >= self.told_failed.get(attempt, step.epoch + 1):
             self.wrong(f"{checkpoint}: {attempt} is committed after its ranks were told that it has failed")
+        if step.epoch < step.group.epoch:
+            self.committed_unseen.add(attempt)
         if missing := files - self.objects.keys():
             self.wrong(f"{checkpoint}: {attempt} is committed without {sorted(missing)}")
         self.committed[checkpoint] = attempt
@@ -486,6 +495,10 @@ class Process:
     alive: bool = True
     known_lost: bool = False
     num_calls: int = 0
+    next_op: int = 0
+    """How far it is in what its group is to do."""
+    owed: Op | None = None
+    """What it does next, having gone on to a later one before."""
     fibers: list[RankFiber] = field(default_factory=list)
 
     @property
@@ -494,7 +507,7 @@ class Process:
 
     @property
     def busy(self) -> bool:
-        return bool(self.fibers) and not self.fibers[-1].done
+        return any(not fiber.done and not fiber.in_background for fiber in self.fibers)
 
 
 @dataclass
@@ -506,6 +519,7 @@ class Wait:
     phase: str
     message: bytes
     epoch: int
+    call: OpenCall | None
     future: Future[bytes]
     lost: bool = False
 
@@ -517,17 +531,24 @@ class RankFiber(Fiber):
         assert process.generation is not None
         self.process = process
         self.op = op
-        self.call_id = CallId(process.generation, process.num_calls, op.kind)
+        location = group.world.url(op.checkpoint) if op.checkpoint else ""
+        self.call_id = CallId(process.generation, process.num_calls, op.kind, location)
+        self.earlier = [fiber for fiber in process.fibers if not fiber.done]
+        self.in_background = False
+        self.attempt: str | None = None
+        self.looked_in_vain = False
+        """Something failed where it asked the store what is committed."""
         self.epochs = {group.epoch}
         self.sending: tuple[str, bytes] | None = None
         self.sent_results = False
         self.waiting: Wait | None = None
+        self.open_call: OpenCall | None = None
         self.outcome: Any = None
         self.call = RemoteCall(
             rank=process.rank,
             world_size=process.request.world_size,
             kind=op.kind,
-            checkpoint_id=group.world.url(op.checkpoint) if op.checkpoint else "",
+            checkpoint_id=location,
             link=Link(self),
         )
         super().__init__(f"{process.request.member}, {op.kind} {self.call_id.number}", group, self._do)
@@ -542,15 +563,40 @@ class RankFiber(Fiber):
                 made_up = failure.error_type in ("GroupError", "RuntimeError", "StoreError")
                 if failure.error_type not in EXPECTED_ERRORS or (made_up and not _is_ours(text)):
                     self.group.world.wrong(f"{self.name} failed with {error}")
+            self._require_not_committed(error)
+
+    def _require_not_committed(self, error: CheckpointException) -> None:
+        """But for a failure of the commit itself, which may be one of its last word only."""
+        by_coordinator = any(failure.rank == COORDINATOR for failure in error.rank_failures)
+        world = self.group.world
+        if (
+            self.attempt is not None
+            and not (error.phase == "commit" or by_coordinator or self.looked_in_vain)
+            and world.committed.get(f"/{self.op.checkpoint}") == self.attempt
+            and self.attempt not in world.committed_unseen
+        ):
+            world.wrong(f"{self.name} was told that it failed, but {self.attempt} is committed: {error}")
+
+    def failure_here(self) -> BaseException | None:
+        self.looked_in_vain |= self.op.kind == "save" and self.place.startswith("store get")
+        return super().failure_here()
+
+    def _settle(self) -> None:
+        """As ``BackgroundSaves``: a save or load waits for the save before it."""
+        with phase(self.call, "collect"):
+            self.pause("settle", ready=lambda: all(fiber.done for fiber in self.earlier))
 
     def _save(self) -> Metadata:
+        self._settle()
         location = self.call.checkpoint_id
         state = state_of(self.op.tag, self.process.rank, self.process.request.world_size)
         request = SaveRequest(state, location, StoreWriter(location), default_save_planner(None))
+        planned = plan_save(request, self.call)
+        self.attempt = planned.plan.storage_data.attempt
         if self.op.staged:
-            metadata = write_save(stage_save(plan_save(request, self.call), self.call), self.call)
-        else:
-            metadata = save(request, self.call)
+            planned = stage_save(planned, self.call)
+            self.in_background = True
+        metadata = write_save(planned, self.call)
         attempts = {parse_shard_file(info.relative_path).attempt for info in metadata.storage_data.values()}
         committed = self.group.world.history.get(f"/{self.op.checkpoint}", [])
         if len(attempts) != 1 or not attempts <= set(committed):
@@ -558,6 +604,7 @@ class RankFiber(Fiber):
         return metadata
 
     def _load(self) -> int:
+        self._settle()
         world, rank, world_size = self.group.world, self.process.rank, self.process.request.world_size
         before = len(world.history.get(f"/{self.op.checkpoint}", [1])) - 1
         found = template_of(rank, world_size)
@@ -599,6 +646,7 @@ class Link:
         if group.epoch != epoch:
             raise CoordinatorLostError("died", group=group.name)
         wait = fiber.waiting = group.deliver(fiber.call_id, fiber.process.rank, phase, message)
+        fiber.open_call = wait.call
         fiber.epochs.add(epoch)
         fiber.pause(f"answer {phase}", ready=lambda: wait.lost or wait.future.done())
         fiber.waiting = None
@@ -609,7 +657,7 @@ class Link:
     def tell(self, failure: RankFailure) -> None:
         group = self._fiber.group
         self._fiber.pause("tell")
-        group.coordinator.fail(self._fiber.call_id, failure)
+        group.coordinator.fail(self._fiber.call_id, self._fiber.process.rank, failure)
 
     def reconnect(self) -> None:
         """There always is a coordinator."""
@@ -630,14 +678,22 @@ class Group:
         self.waits: list[Wait] = []
         self._incarnations = itertools.count()
         self._members = itertools.count()
-        self._loaded: dict[tuple[CallId, int], int] = {}
-        self._ended: dict[tuple[CallId, int], str] = {}
+        self.slipped: set[int] = set()
+        """Generations of which a rank does other calls than all."""
+        self._loaded: dict[OpenCall | None, int] = {}
+        self._ended: dict[OpenCall, str] = {}
         self._generations = [0]
         self.coordinator = self._new_coordinator()
         self._record = pickle.dumps(self.coordinator.record)
 
     def _new_coordinator(self) -> Coordinator:
-        return Coordinator(self.name, execute=self._begin_step, clock=lambda: self.now_s)
+        epoch = self.epoch
+
+        def keep(record: CoordinatorRecord) -> None:
+            if epoch == self.epoch:
+                self._record = pickle.dumps(record)
+
+        return Coordinator(self.name, execute=self._begin_step, clock=lambda: self.now_s, keep=keep)
 
     def _begin_step(self, step: Callable[[], None]) -> None:
         fiber = Fiber(f"coordinator {self.name}/{self.epoch}, step {len(self.steps)}", self, step)
@@ -737,20 +793,36 @@ class Group:
         for process in self.processes:
             if process.generation is None and process.joining is not None and process.alive:
                 process.joining = None  # it comes again
-            process.known_lost = process.rank in self.coordinator.record.lost and process in self.members
+            process.known_lost = process.rank in self.coordinator.record.membership.lost and process in self.members
 
     # Calls.
 
     def begin(self, process: Process, op: Op) -> RankFiber:
-        """The next call of this rank: ``op``, unless other ranks are there already."""
+        """The next call of this rank: ``op``, unless other ranks are there already, or it owes one."""
+        if process.owed is not None:
+            next_op, process.owed = process.owed, None
+            return self.make(process, next_op)
+        process.next_op += 1
+        return self.make(process, self.op_at(process, process.next_op - 1, op))
+
+    def op_at(self, process: Process, position: int, otherwise: Op) -> Op:
+        """What this rank's generation does there; ``otherwise`` where nobody has said so yet."""
         assert process.generation is not None
         ops = self.ops.setdefault(process.generation, [])
-        if len(ops) == process.num_calls:
-            ops.append(op)
-        fiber = RankFiber(process, ops[process.num_calls], self)
+        if len(ops) == position:
+            ops.append(otherwise)
+        return ops[position]
+
+    def make(self, process: Process, op: Op) -> RankFiber:
+        fiber = RankFiber(process, op, self)
         process.num_calls += 1
         process.fibers.append(fiber)
         return fiber
+
+    def lags(self, process: Process) -> bool:
+        """Whether this rank has yet to make calls that others have made."""
+        assert process.generation is not None
+        return process.owed is not None or process.next_op < len(self.ops.get(process.generation, []))
 
     def deliver(self, call_id: CallId, rank: int, phase: str, message: bytes) -> Wait:
         """A part arrives. One of an older generation must be refused."""
@@ -762,7 +834,7 @@ class Group:
             raise
         if call_id.generation != self.coordinator.generation:
             self.world.wrong(f"{call_id} of rank {rank} was taken at generation {self.coordinator.generation}")
-        wait = Wait(call_id, rank, phase, message, self.epoch, future)
+        wait = Wait(call_id, rank, phase, message, self.epoch, self.coordinator._calls.find(call_id, rank), future)
         self.waits.append(wait)
         future.add_done_callback(lambda _: self._note_answer(wait))
         return wait
@@ -777,20 +849,20 @@ class Group:
         error = wait.future.exception(0)
         if isinstance(error, CheckpointException):
             ended = f"failed in {error.phase}: ranks {error.failed_ranks}: {error.args[0]}"
-            call = self.coordinator._calls.get(wait.call_id)
-            if call is not None and call.attempt:
-                self.world.told_failed[call.attempt] = self.epoch
+            if wait.call is not None and wait.call.attempt:
+                self.world.told_failed.setdefault(wait.call.attempt, self.epoch)
         elif wait.phase == last:
             ended = "is done"
         else:
             return
-        before = self._ended.setdefault((wait.call_id, wait.epoch), ended)
+        assert wait.call is not None
+        before = self._ended.setdefault(wait.call, ended)
         if before != ended:
             self.world.wrong(f"{wait.call_id}: rank {wait.rank} hears that it {ended}, others that it {before}")
 
     def note_loaded(self, fiber: RankFiber, tag: int) -> None:
         if len(fiber.epochs) == 1:
-            before = self._loaded.setdefault((fiber.call_id, max(fiber.epochs)), tag)
+            before = self._loaded.setdefault(fiber.open_call, tag)
             if before != tag:
                 self.world.wrong(f"{fiber.name} loaded save {tag}, another rank save {before}")
 
@@ -835,7 +907,7 @@ class Group:
             self.world.wrong(f"attempts {going_on & failed} go on and have failed")
         for attempt in sorted(failed):
             self.world.failed.setdefault(attempt, f"{self.name}/{self.epoch}")
-        open_calls = sum(not call.ended for call in self.coordinator._calls.values())
+        open_calls = sum(not call.ended for call in self.coordinator._calls)
         if len(self.coordinator._calls) > 65 + open_calls:
             self.world.wrong(f"{len(self.coordinator._calls)} calls are remembered")
 
@@ -848,12 +920,22 @@ class Group:
                 self.world.wrong(f"{fiber.name} waits at {fiber.place!r} for nobody")
 
     def _may_wait(self, fiber: RankFiber) -> bool:
+        call = self.coordinator._calls.find(fiber.call_id, fiber.process.rank)
+        if fiber.place == "settle":
+            return True  # for another one of its own, which is looked at by itself
+        if call is None or call.ended:
+            return False
         for other in self.members:
-            if other.known_lost:
-                continue  # that fails the call; a rank of which nobody knows does not
-            number = fiber.call_id.number
-            if not other.alive or other.num_calls <= number:
+            if other.known_lost or not call.waits_for(other.rank):
+                continue  # a lost rank fails the call; one of which nobody knows does not
+            if not other.alive:
                 return True
-            if other.fibers[number].done and len(fiber.epochs | other.fibers[number].epochs) > 1:
-                return True  # it had its answer of a coordinator before
+            unfinished = [one for one in other.fibers if not one.done]
+            if unfinished:
+                if any(one.place == "settle" for one in unfinished):
+                    return True
+                continue  # in another call, which waits as well
+            here = [one for one in other.fibers if self.coordinator._calls.find(one.call_id, other.rank) is call]
+            if not here or any(len(fiber.epochs | one.epochs) > 1 for one in here):
+                return True  # it may yet come, or had its answer of a coordinator before
         return False

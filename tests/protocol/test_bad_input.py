@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
-from ray_dcp.errors import CheckpointNotFoundError, ConfigError, StateDictError, UnknownSchemeError
+from ray_dcp.errors import CheckpointNotFoundError, ConfigError, OutOfStepError, StateDictError, UnknownSchemeError
 from ray_dcp.protocol.background import BackgroundSaves
-from tests.ranks import ThreadRanks
+from tests.ranks import ThreadRanks, require_no_errors
 
 
 def template():
@@ -115,9 +115,31 @@ def test_different_checkpoint_ids(tmp_path):
     places = [tmp_path / "a", tmp_path / "b"]
     outcomes = ranks.run(lambda rank: ranks.save_rank(rank, {"w": torch.ones(4)}, places[rank]))
     for outcome in outcomes:
-        assert f"rank 0: {tmp_path}/a" in str(outcome)
-        assert f"rank 1: {tmp_path}/b" in str(outcome)
+        assert isinstance(outcome.__cause__, OutOfStepError)
+        assert f"save of {tmp_path}/a" in str(outcome)
+        assert f"save of {tmp_path}/b" in str(outcome)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ranks_save_after_one_has_forgotten_a_save_is_whole(tmp_path):
+    ranks = ThreadRanks(2)
+
+    def save(rank: int, step: int) -> object:
+        try:
+            return ranks.save_rank(rank, {f"of rank {rank}": torch.full((3,), float(step))}, tmp_path / f"step-{step}")
+        except CheckpointException as error:
+            return error.__cause__
+
+    def save_steps(rank: int) -> list[object]:
+        return [save(rank, step) for step in (1, 2, 3)[rank:]]
+
+    (first, second, third), (ahead, met) = ranks.run(save_steps)
+    assert type(first) is type(second) is type(ahead) is OutOfStepError
+    require_no_errors([third, met])
+    found = [{f"of rank {rank}": torch.full((3,), torch.nan)} for rank in (0, 1)]
+    require_no_errors(ranks.load(found, tmp_path / "step-3"))
+    assert all(torch.equal(value, torch.full((3,), 3.0)) for state in found for value in state.values())
+    assert not (tmp_path / "step-1").exists()
 
 
 def test_one_rank_may_have_nothing_to_save(tmp_path):

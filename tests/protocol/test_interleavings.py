@@ -1,6 +1,7 @@
 """Random interleavings of whole saves, loads and barriers of two groups, with everything that may go wrong in between.
 
-A few hundred runs in `make test`, always the same ones; ten thousand new ones in `make nightly`. What is checked:
+A few hundred runs in `make test`, always the same ones, and some new ones; ten thousand new ones in `make nightly`.
+What is checked:
 
 - what is committed at a checkpoint is always exactly what one save was to write, bit by bit, and stays so until a newer
   attempt takes its place; a rank that was told of success was told the truth;
@@ -21,8 +22,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import ray_dcp.layout
+from ray_dcp.dcp_io.metadata_file import encode_metadata
 from ray_dcp.dcp_io.store_writer import StoreWriter
-from ray_dcp.errors import GroupError, SupersededError
+from ray_dcp.errors import GroupError, StalledError, SupersededError
 from ray_dcp.layout import ShardFile
 from ray_dcp.maintenance.sweep import delete_leftovers, plan_sweep
 from ray_dcp.points import observed_by
@@ -62,6 +64,7 @@ places = st.sampled_from(
 )
 accidents = st.sampled_from(["none", "none", "fail", "fail", "die", "coordinator dies", "time passes"])
 which = st.integers(0, 7)
+slips = st.sampled_from(["skip", "twice", "swap"])
 groups = st.sampled_from([0, 0, 0, 1])
 kinds = st.sampled_from(["save", "save", "save", "load", "barrier"])
 pauses = st.sampled_from([1, 1, 2, 3, 5, 8, 13, 21, TO_ITS_END, TO_ITS_END])
@@ -125,6 +128,33 @@ class Interleavings(RuleBasedStateMachine):
         chosen = self.groups[group]
         if processes := [one for one in chosen.processes if one.alive and one.generation is not None]:
             self.start_call(chosen, processes[-1 - rank % len(processes)], kind, checkpoint, staged)
+
+    @rule(group=groups, rank=which, how=slips, kind=kinds, staged=st.booleans())
+    def slip(self, group: int, rank: int, how: str, kind: str, staged: bool) -> None:
+        """One rank leaves out a call, makes its last one again (it caught an error), or swaps the next two."""
+        chosen = self.groups[group]
+        processes = [one for one in chosen.members if one.alive and not one.busy and one.owed is None]
+        if not processes:
+            return
+        process = processes[rank % len(processes)]
+        first = max(0, min(member.next_op for member in chosen.members) - 1)
+        saves = [op for op in chosen.ops.get(process.generation, [])[first:] if op.kind == "save"]
+        if len({op.checkpoint for op in saves}) < len(saves):
+            return  # two saves that look the same: nobody could tell which of them it makes
+        chosen.slipped.add(process.generation)
+        if how == "skip":
+            self.op_after(chosen, process, 0, kind, staged)
+            process.next_op += 1
+        elif how == "twice" and process.next_op > 0:
+            chosen.make(process, self.op_after(chosen, process, -1, kind, staged))
+        elif how == "swap":
+            process.owed = self.op_after(chosen, process, 0, kind, staged)
+            chosen.make(process, self.op_after(chosen, process, 1, kind, staged))
+            process.next_op += 2
+
+    def op_after(self, group: Group, process: Process, how_many: int, kind: str, staged: bool) -> Op:
+        otherwise = self.next_op(group, process, kind, CHECKPOINTS[0], staged)
+        return group.op_at(process, process.next_op + how_many, otherwise)
 
     @rule(who=which, how_far=pauses)
     def go_on(self, who: int, how_far: int) -> None:
@@ -243,10 +273,13 @@ class Interleavings(RuleBasedStateMachine):
                 if not process.alive and process in group.members:
                     group.tell_lost(process)
             self.drain()
-            while any([self.catch_up(group, process) for process in group.members]):
+            for _ in range(ROUNDS):
+                while any([self.catch_up(group, process) for process in group.members]):
+                    self.drain()
+                group.pass_time(40)
                 self.drain()
-            group.pass_time(40)
-            self.drain()
+                if not any(group.lags(process) for process in group.members if process.alive):
+                    break
             for fiber in group.unfinished:
                 self.world.wrong(f"{fiber.name} waits for ever at {fiber.place!r}")
             for wait in group.waits:
@@ -256,8 +289,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def catch_up(self, group: Group, process: Process) -> bool:
         """Whether this rank begins a call that others have made."""
-        lags = process.num_calls < len(group.ops.get(process.generation, []))
-        return lags and self.start_call(group, process, "save", CHECKPOINTS[0], False) is not None
+        return group.lags(process) and self.start_call(group, process, "save", CHECKPOINTS[0], False) is not None
 
     def go_on_afterwards(self) -> None:
         """The next save and load work at once."""
@@ -278,7 +310,12 @@ class Interleavings(RuleBasedStateMachine):
 
     def all_call(self, group: Group, kind: str) -> list[RankFiber]:
         """Without anything going wrong."""
-        fibers = [self.start_call(group, one, kind, CHECKPOINTS[0], False) for one in group.members]
+        self.num_saves += kind == "save"
+        # Where ranks have left out calls, one that comes late cannot be told from one that means the next of that name.
+        slipped = group.coordinator.generation in group.slipped
+        checkpoint = f"step-{100 + self.num_saves:08}" if slipped else CHECKPOINTS[0]
+        op = Op(kind, checkpoint, self.num_saves, staged=False)
+        fibers = [group.begin(process, op) for process in group.members]
         self.drain()
         for fiber in fibers:
             if isinstance(fiber.outcome, BaseException):
@@ -290,8 +327,13 @@ class Interleavings(RuleBasedStateMachine):
     def start_call(self, group: Group, process: Process, kind: str, checkpoint: str, staged: bool) -> RankFiber | None:
         if not process.alive or process.generation is None or process.busy:
             return None
+        return group.begin(process, self.next_op(group, process, kind, checkpoint, staged))
+
+    def next_op(self, group: Group, process: Process, kind: str, checkpoint: str, staged: bool) -> Op:
         self.num_saves += kind == "save"
-        return group.begin(process, Op(kind, "" if kind == "barrier" else checkpoint, self.num_saves, staged))
+        if kind == "save" and process.generation in group.slipped:
+            checkpoint = f"step-{100 + self.num_saves:08}"  # unlike those that other ranks may be in
+        return Op(kind, "" if kind == "barrier" else checkpoint, self.num_saves, staged)
 
     def runnable(self) -> list[Fiber]:
         return [fiber for group in self.groups for fiber in group.fibers]
@@ -330,18 +372,33 @@ def test_any_interleaving_keeps_the_promises():
     run_state_machine_as_test(Interleavings, settings=interleavings())
 
 
+def test_interleavings_that_nobody_has_seen_before_keep_them_too():
+    """One that does not is printed as a decorator that repeats it: keep it as a test of its own."""
+    run_state_machine_as_test(Interleavings, settings=interleavings(new=100))
+
+
 @pytest.fixture
-def group() -> Iterator[Group]:
-    """Two ranks."""
+def world() -> Iterator[World]:
     world = World()
+    yield world
+    world.close()
+
+
+def group_of(world_size: int, world: World) -> Group:
     group = Group("a", world)
-    group.start(2, incarnations=False)
+    group.start(world_size, incarnations=False)
     for process in group.processes:
         group.join(process)
+    return group
+
+
+@pytest.fixture
+def group(world) -> Iterator[Group]:
+    """Two ranks."""
+    group = group_of(2, world)
     yield group
     for fiber in group.unfinished:
         fiber.kill()
-    world.close()
 
 
 def run_all(group: Group) -> None:
@@ -392,3 +449,37 @@ def test_of_two_attempts_that_began_at_once_the_older_one_by_name_does_not_commi
     writer._attempt = older
     with pytest.raises(SupersededError):
         writer._require_newest()
+
+
+def test_a_save_that_was_given_up_is_not_committed_by_the_next_coordinator(world):
+    """It stood still for too long, nobody had told it so yet, and the coordinator that knew has died."""
+    group = group_of(1, world)
+    fiber = group.begin(group.members[0], Op("save", CHECKPOINTS[0], 1, staged=False))
+    with observed_by(lambda point: pause_here(f"point {point.title}")):
+        while fiber.place != "point before result":
+            next(one for one in group.fibers if one is not fiber or one.place != "point before result").run()
+        group.pass_time(6)
+        given_up = group.coordinator.attempts[1]
+        group.restart_coordinator(steps_go_on=False, lost_answers=0)
+        run_all(group)
+    assert given_up == {fiber.attempt}
+    assert isinstance(fiber.outcome.__cause__, StalledError)
+    assert not world.committed
+    world.check()
+
+
+def test_who_asks_again_for_the_answer_to_a_save_that_was_committed_has_it_although_others_are_gone(group):
+    """Rank 0 was told that it is committed, goes on, and rank 1 asks a coordinator that can never have all parts."""
+    first, second = [group.begin(process, Op("save", CHECKPOINTS[0], 1, staged=False)) for process in group.members]
+    while not first.done:
+        next(one for one in group.fibers if one is not second or one.place != "answer write").run()
+    group.restart_coordinator(steps_go_on=False, lost_answers=255)
+    following = group.begin(group.members[0], Op("save", CHECKPOINTS[1], 2, staged=False))
+    while not second.done:
+        group.fibers[0].run()
+    assert group.world.committed == {f"/{CHECKPOINTS[0]}": first.attempt}
+    assert encode_metadata(second.outcome) == encode_metadata(first.outcome)
+    group.begin(group.members[1], Op("save", CHECKPOINTS[1], 2, staged=False))
+    run_all(group)
+    assert group.world.committed[f"/{CHECKPOINTS[1]}"] == following.attempt
+    group.world.check()
