@@ -153,7 +153,7 @@ class CollectedTemplate:
         copies = {id(copy) for _, copy in self._copies}
         for original, copy in self._copies:
             for key, value in list(_entries(copy)):
-                if (id(copy), key) not in held and id(value) not in copies:
+                if not held or ((id(copy), key) not in held and id(value) not in copies):
                     if copy is self.values:
                         original[key] = value  # always, as torch: a dict of the user's may act on it
                     else:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.planning.containers import Containers
-from ray_dcp.planning.flat import NO_WORD, flat_state
+from ray_dcp.planning.flat import LEAVES, NO_WORD, flat_state
 from ray_dcp.planning.layouts import ReadLayouts, local_part
 from ray_dcp.planning.overlaps import SharedMemory, shared_memory, tied_to
 from ray_dcp.planning.stored_names import EVERYTHING, NameChoice
@@ -83,7 +83,8 @@ class TemplatePlanner(DefaultLoadPlanner):
         self.state_dict, self.mappings = self._flatten(state_dict, metadata)
         if not self._choice.is_everything:
             self.state_dict = {fqn: value for fqn, value in self.state_dict.items() if self._choice.takes(fqn)}
-        if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in self.state_dict.values()):
+        others = [value for value in self.state_dict.values() if type(value) not in LEAVES]
+        if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in others):
             self.state_dict = _flatten_sharded_tensors(self.state_dict)
         if self._stands_for is not None:
             vars(self._stands_for).update({name: getattr(self, name) for name in _LEFT_BY_TORCH})
@@ -183,26 +184,28 @@ class TemplatePlanner(DefaultLoadPlanner):
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.put_python(read_item, self.decode_python(read_item, value))
+        self.put_python({read_item.dest_index.fqn: self.decode_python(read_item, value)})
 
     def decode_python(self, read_item: ReadItem, value: io.BytesIO) -> Any:
         """The Python value in ``value``; the template is untouched."""
         return self._load_python(value, read_item.dest_index.fqn)
 
-    def put_python(self, read_item: ReadItem, value: Any) -> None:
-        """Keep a decoded value for ``put_loaded``."""
-        fqn = read_item.dest_index.fqn
-        self.state_dict[fqn] = value
-        self._to_put.append(fqn)
+    def put_python(self, decoded: Mapping[str, Any]) -> None:
+        """Keep decoded values, by name, for ``put_loaded``."""
+        self.state_dict.update(decoded)
+        self._to_put += decoded
 
     def put_loaded(self) -> None:
         """Put into the template what is not filled in place, when everything has been read."""
         if not self.flatten_state_dict:
             return
         grown = self._growth.names if self._growth is not None else frozenset[str]()
+        template = self.original_state_dict
         for fqn in self._to_put:
-            if fqn not in grown:
-                set_at(self.original_state_dict, self.mappings[fqn], self.state_dict[fqn])
+            if fqn in template and self.mappings.get(fqn) == (fqn,):
+                template[fqn] = self.state_dict[fqn]
+            elif fqn not in grown:
+                set_at(template, self.mappings[fqn], self.state_dict[fqn])
         if self._growth is not None:
             self._growth.put(self.state_dict)
 

@@ -155,9 +155,13 @@ def empty_places(value: Any, prefix: str) -> Iterator[EmptyPlace]:
     """Below ``value``, in mappings and lists; never ``value`` itself."""
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in list(entries):
-        if entry is None or (isinstance(entry, Mapping | list) and not entry):
+        if entry is None:
             yield EmptyPlace(value, key, f"{prefix}{key}")
-        elif type(entry) not in LEAVES:
+        elif type(entry) in LEAVES:
+            continue
+        elif isinstance(entry, Mapping | list) and not entry:
+            yield EmptyPlace(value, key, f"{prefix}{key}")
+        else:
             yield from empty_places(entry, f"{prefix}{key}.")
 
 

@@ -68,11 +68,15 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_meta(value: torch.Tensor) -> bool:
     """Whether it gets memory before it is filled. A ``ShardedTensor`` cannot: ``unfit`` says so."""
-    return not isinstance(value, ShardedTensor) and value.is_meta
+    local = local_part(value)  # most are plain, and asking a class with an abstract base takes long
+    return local.is_meta if local is not None else not isinstance(value, ShardedTensor) and value.is_meta
 
 
 def unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
     """Why no read of a stored tensor can be planned into ``value``."""
+    local = local_part(value)
+    if local is not None and _is_plain(local) and value.shape == saved.size and local.is_contiguous():
+        return [_freed(fqn)] if is_freed(local) else []
     if not isinstance(value, torch.Tensor):
         return [f"{fqn}: the checkpoint holds a tensor, the template a {type(value).__name__}"]
     problems = []
@@ -80,20 +84,25 @@ def unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
         problems.append(
             f"{fqn}: Size mismatch: the checkpoint has shape {tuple(saved.size)}, the template {tuple(value.shape)}"
         )
-    if not isinstance(value, ShardedTensor) and (  # that answers no such question
-        value.layout != torch.strided or value.is_nested or value.is_quantized
-    ):
+    if not isinstance(value, ShardedTensor) and not _is_plain(value):  # that answers no such question
         kind = "a quantized" if value.is_quantized else "a nested" if value.is_nested else f"a {value.layout}"
         return [*problems, f"{fqn}: the template is {kind} tensor, which is not filled in place; fill a plain one"]
     if isinstance(value, ShardedTensor) and any(part.is_meta for part in local_tensors(value)):
         return [*problems, f"{fqn}: the template is a ShardedTensor on meta, which has no memory to fill"]
-    local = local_part(value)
-    in_order = local is not None and local.is_contiguous()
-    if not in_order and any(_repeats_memory(part) for part in local_tensors(value)):
+    parts = list(local_tensors(value))
+    if any(map(_repeats_memory, parts)):
         problems.append(f"{fqn}: the template is a view whose elements share memory; fill a .clone() of it")
-    if any(map(is_freed, local_tensors(value) if local is None else (local,))):
-        problems.append(f"{fqn}: the template's memory has been freed; load while it has some")
+    if any(map(is_freed, parts)):
+        problems.append(_freed(fqn))
     return problems
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def _freed(fqn: str) -> str:
+    return f"{fqn}: the template's memory has been freed; load while it has some"
 
 
 def local_tensors(value: torch.Tensor) -> Iterable[torch.Tensor]:

@@ -35,6 +35,7 @@ class PythonValues:
     ) -> None:
         self.decoded: dict[str, Any] = {}
         self._planner = planner
+        self._own_planner = planner if isinstance(planner, TemplatePlanner) else None
         self._reader = reader
         self._progress = progress
         self._trusted = trusted
@@ -75,10 +76,12 @@ class PythonValues:
 
     @property
     def has_any(self) -> bool:
-        return bool(self._puts)
+        return bool(self._puts or self.decoded)
 
     def put(self) -> None:
         """Hand the planner all that was read."""
+        if self._own_planner is not None:
+            self._own_planner.put_python(self.decoded)
         for put in self._puts:
             put()
 
@@ -86,23 +89,22 @@ class PythonValues:
         unsafe: list[UnsafeDataError] = []
         for item, content in self._kept_back:
             try:
-                self._puts.append(self._python_put(item, content))
+                if self._own_planner is not None:
+                    self.decoded[item.dest_index.fqn] = self._own_planner.decode_python(item, content)
+                else:
+                    self._puts.append(self._users_put(item, content))
             except UnsafeDataError as error:
                 unsafe.append(error)
         self._kept_back.clear()
         if unsafe:
             raise _all_of(unsafe)
 
-    def _python_put(self, item: ReadItem, content: io.BytesIO) -> Callable[[], None]:
-        """What puts a Python value in place; raises now where the value cannot or must not be decoded."""
-        planner = self._planner
-        if isinstance(planner, TemplatePlanner):
-            value = self.decoded[item.dest_index.fqn] = planner.decode_python(item, content)
-            return functools.partial(planner.put_python, item, value)
+    def _users_put(self, item: ReadItem, content: io.BytesIO) -> Callable[[], None]:
+        """What hands a user's planner a Python value; raises now where the value cannot or must not be decoded."""
         if not self._trusted:
             file = getattr(content, "name", self._checkpoint_id)
             decode_python(io.BytesIO(content.getvalue()), file=file, fqn=item.dest_index.fqn, trusted=False)
-        return functools.partial(planner.load_bytes, item, content)
+        return functools.partial(self._planner.load_bytes, item, content)
 
 
 def reads_parts(reader: StorageReader) -> bool:
