@@ -224,6 +224,16 @@ ROWS = (
             "faults.test_store_faults::test_a_prune_that_fails_anywhere_deletes_nothing_that_is_needed_and_can_be_run_again",
         ),
     ),
+    Row(
+        "an id is saved again and again",
+        "a load that has begun has until the next save but one; then it fails and finds the newer one",
+        "",
+        "the newest and the one before",
+        (
+            "maintenance.test_after_save::test_ten_saves_of_one_id_leave_the_files_of_the_last_and_of_the_one_before",
+            "maintenance.test_after_save::test_a_load_that_had_opened_the_replaced_checkpoint_ends_as_it_began",
+        ),
+    ),
 )
 
 
