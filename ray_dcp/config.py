@@ -20,7 +20,8 @@ _VARIABLE_PREFIX = "RAY_DCP_"
 class Limits:
     """How long ranks wait for what. All ranks of a group must have the same.
 
-    None of these limits a whole save or load: one that moves bytes may take as long as it takes.
+    None of these limits a whole save or load: one that moves bytes may take as long as it takes, unless a pool ends
+    (``finish_timeout_s``).
     """
 
     stall_timeout_s: float = 600.0

@@ -135,7 +135,7 @@ class CheckpointManager:
                 self.last_load = asked(checkpoint_id=place or self._place_of(step))
                 return operator.index(step)
             except EarlierSaveError as earlier:
-                self.last_load, earlier.result = earlier.result, step
+                self.last_load, earlier.result = earlier.result, operator.index(step)
                 raise
             except RayDcpError as error:
                 older = self._older(FailedLoad(step, is_damage(error))) if fallback else None

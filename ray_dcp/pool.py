@@ -38,7 +38,7 @@ from ray_dcp.errors import (
     UnfinishedSavesError,
 )
 from ray_dcp.lifetime import before_exit
-from ray_dcp.protocol.background import Finished, finish_saves
+from ray_dcp.protocol.background import Finished, end_saves
 from ray_dcp.protocol.failures import UntoldSaveError
 
 _PLACEMENT_TIMEOUT_S = 15.0
@@ -153,7 +153,11 @@ class RankPool:
         """
         finished = self._finish_saves()
         self._stop_ranks()
-        world_size = self.start()
+        try:
+            world_size = self.start()
+        except BaseException:
+            finished.log()
+            raise
         untold = finished.error("restart", world_size)
         if isinstance(untold, UntoldSaveError) and _is_loss(untold):
             logger.warning("%s", untold.args[0])
@@ -336,6 +340,12 @@ class _FinishedSaves:
                 return UntoldSaveError.told_by(failure, call, result)
         return None
 
+    def log(self) -> None:
+        """Tell it where something else is raised."""
+        untold = self.error("shutdown", None)
+        if untold is not None:
+            logger.error("%s", untold.args[0])
+
 
 def _is_loss(untold: UntoldSaveError) -> bool:
     return any(failure.error_type == RankLostError.__name__ for failure in untold.rank_failures)
@@ -397,7 +407,7 @@ def _rank_class(ActorClass: Any) -> type:
 
         def ray_dcp_finish_saves(self, timeout_s: float) -> Finished:
             """Returns when the asynchronous saves of this process are over."""
-            return finish_saves(timeout_s)
+            return end_saves(timeout_s)
 
     Rank.__name__ = Rank.__qualname__ = user_class.__name__
     return Rank

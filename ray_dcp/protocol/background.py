@@ -224,7 +224,7 @@ class Finished:
     """Those of which nobody had known."""
 
 
-def finish_saves(timeout_s: float) -> Finished:
+def end_saves(timeout_s: float) -> Finished:
     """Wait, at most so long, for all saves of this process; whoever asks is told, so nobody else will be."""
     responses = tuple(_untold)
     wait(responses, timeout=timeout_s)
@@ -237,14 +237,19 @@ def finish_saves(timeout_s: float) -> Finished:
 
 @functools.cache
 def _prepare_for_end() -> None:
-    before_exit(_finish_saves)
+    before_exit(_finish_and_tell)
     atexit.register(_tell_of_untold)
     os.register_at_fork(after_in_child=_forget_in_fork)
 
 
-def _finish_saves() -> None:
+def finish_saves() -> None:
+    """Return when no asynchronous save of this process is under way."""
     while running := [response for response in tuple(_untold) if response.running()]:
         wait(running)
+
+
+def _finish_and_tell() -> None:
+    finish_saves()
     if multiprocessing.parent_process() is not None:
         _tell_of_untold()  # a forked process of multiprocessing leaves by a way that atexit is not on
 
