@@ -157,7 +157,7 @@ def describe(checkpoint_id: str | os.PathLike[str]) -> CheckpointInfo:
     store = open_store(resolve_checkpoint_id(checkpoint_id))
     info = _info(store, "")
     if info is None:
-        raise CheckpointNotFoundError(store.url, _what_is_there(store))
+        raise CheckpointNotFoundError(store.url, what_is_there(store))
     return info
 
 
@@ -191,7 +191,7 @@ def require_checkpoint(store: Store) -> None:
     Otherwise raises ``CheckpointNotFoundError`` whose reason says what is there instead, and what to pass.
     """
     if not is_committed(store):
-        raise CheckpointNotFoundError(store.url, _what_is_there(store))
+        raise CheckpointNotFoundError(store.url, what_is_there(store))
 
 
 def is_committed(store: Store, folder: str = "") -> bool:
@@ -354,7 +354,7 @@ def _why_uncommitted(names: Sequence[str]) -> str:
     return f"{counted(len(names), 'file')}, no .metadata and no shard file"
 
 
-def _what_is_there(store: Store) -> str:
+def what_is_there(store: Store) -> str:
     """Why the root of ``store`` is no checkpoint, for somebody who thought it was."""
     try:
         folders = store.list_folders()
@@ -368,6 +368,8 @@ def _what_is_there(store: Store) -> str:
         return f"this is a root with {count}, the newest is {newest}; pass {shown_url(join_url(store.url, newest))}"
     if committed:
         return f"this folder contains {joined(committed)}; pass {shown_url(join_url(store.url, committed[0]))}"
+    if isinstance(store, LocalStore) and not os.path.exists(store.url) and os.path.lexists(store.url):
+        return f"this is a link that leads nowhere: to {os.readlink(store.url)}"
     names = [one.key for one in store.list()]
     if steps:
         return f"this is a root with {counted(len(steps), 'step folder')}, none of them committed"

@@ -20,7 +20,14 @@ from ray_dcp.catalog import (
     require_checkpoint,
     resolve_checkpoint_id,
 )
-from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, NotAFolderError
+from ray_dcp.dcp_io.checkpoint_files import CheckpointFiles
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    NotAFolderError,
+    ObjectNotFoundError,
+)
 from ray_dcp.layout import MANIFEST, METADATA, POINTER, step_folder
 from ray_dcp.manifest import FORMAT_VERSION, Entry, Manifest, encode_manifest, metadata_digest
 from ray_dcp.storage.open import open_store
@@ -354,3 +361,15 @@ def test_of_two_spellings_of_a_number_one_is_the_step_for_everybody(root):
     open_store(root).delete(f"step-00000007/{METADATA}")
     assert find_step(root, 7) == latest_checkpoint(root).checkpoint_id == f"{root}/step-7"
     assert find_step(root, 8) is None
+
+
+def test_a_link_that_leads_nowhere_is_called_one(tmp_path):
+    (tmp_path / "latest").symlink_to("step-00000010")
+    assert why_not(tmp_path / "latest") == "this is a link that leads nowhere: to step-00000010"
+
+
+def test_a_file_of_a_bucket_is_told_by_its_name_and_without_parameters():
+    files = CheckpointFiles(open_store("memory://"), "s3://id:hush@b/step-1?endpoint_override=host:9000")
+    told = str(files.damaged(ObjectNotFoundError("gone", url="s3://b"), "__0_0_ab.distcp", "w", 0, 4))
+    assert told.startswith("w: its file is missing (if the checkpoint was saved again twice")
+    assert told.endswith("(s3://b/step-1/__0_0_ab.distcp, bytes 0 to 4)")

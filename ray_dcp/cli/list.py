@@ -18,10 +18,12 @@ from ray_dcp.catalog import (
     require_checkpoint,
     require_folder,
     root_exists,
+    what_is_there,
 )
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.place import absolute
+from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import folder_name, shown_url
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ def list_root(arguments: argparse.Namespace) -> int:
     elif is_safetensors(root):
         output.print_line(f"{shown_url(root)} holds safetensors files, and is itself a checkpoint: see ray-dcp show")
     elif not listing.safetensors:
-        output.print_line(f"no checkpoints under {shown_url(root)}")
+        output.print_line(f"no checkpoints under {shown_url(root)}{_why_none(store)}")
     for model in listing.safetensors:
         output.print_line(f"safetensors: {_name(model)}  {output.format_nbytes(model.nbytes)}: see ray-dcp show")
     if listing.uncommitted:
@@ -84,6 +86,11 @@ def list_root(arguments: argparse.Namespace) -> int:
         for one in listing.uncommitted:
             output.print_line(f"  {_name(one)}  {output.format_nbytes(one.nbytes)}  {one.reason}")
     return 0
+
+
+def _why_none(store: Store) -> str:
+    """Of a folder that is none of a run's, what it is: it may have been taken for one."""
+    return "" if store.list_folders() else f": {what_is_there(store)}"
 
 
 def _print_checkpoints(listing: RootListing) -> None:

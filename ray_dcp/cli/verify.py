@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_dcp.catalog import is_committed, list_checkpoints, require_folder
+from ray_dcp.catalog import is_committed, list_checkpoints, require_folder, what_is_there
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.progress_bar import progress_bar
 from ray_dcp.errors import (
@@ -88,7 +88,7 @@ def _verify_root(arguments: argparse.Namespace) -> int:
         raise ConfigError("--all", f"{shown_url(root)} is itself a checkpoint; leave out --all")
     found = list_checkpoints(root)
     if not found:
-        raise CheckpointNotFoundError(shown_url(root), "no checkpoint is committed under it")
+        raise CheckpointNotFoundError(root, f"none is committed under it: {what_is_there(store)}")
     reports, unreadable = [], []
     for number, info in enumerate(found):
         try:

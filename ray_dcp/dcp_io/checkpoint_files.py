@@ -8,9 +8,13 @@ from contextlib import AbstractContextManager
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError, ObjectTooShortError
 from ray_dcp.storage.reading import Fill, get_into, opened
 from ray_dcp.storage.store import Store
+from ray_dcp.storage.urls import join_url
 
 MISSING = (ObjectNotFoundError, ObjectTooShortError)
 """What a store raises where bytes are not there that a checkpoint says it has."""
+
+
+_MISSING_FILE = "its file is missing (if the checkpoint was saved again twice while it was read, load it again)"
 
 
 class CheckpointFiles:
@@ -22,7 +26,7 @@ class CheckpointFiles:
 
     def shown(self, key: str) -> str:
         """A file for messages."""
-        return f"{self._location}/{key}"
+        return join_url(self._location, key)
 
     def get(self, key: str, fqn: str, offset: int, nbytes: int) -> bytes:
         try:
@@ -41,5 +45,5 @@ class CheckpointFiles:
         return opened(self._store, key)
 
     def damaged(self, error: Exception, key: str, fqn: str, offset: int, nbytes: int) -> CorruptCheckpointError:
-        what = "its file ends too early" if isinstance(error, ObjectTooShortError) else "its file is missing"
+        what = "its file ends too early" if isinstance(error, ObjectTooShortError) else _MISSING_FILE
         return CorruptCheckpointError(what, file=self.shown(key), fqn=fqn, offset=offset, nbytes=nbytes)

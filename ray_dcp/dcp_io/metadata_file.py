@@ -174,7 +174,7 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
             file=file,
         ) from None
     except Exception as error:
-        raise CorruptCheckpointError(f"is no readable metadata: {error}", file=file) from error
+        raise CorruptCheckpointError(f"is no readable metadata: {type(error).__name__} {error}", file=file) from error
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(f"holds a {type(metadata).__name__} instead of metadata", file=file)
     if not digest_checked:

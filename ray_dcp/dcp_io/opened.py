@@ -16,7 +16,7 @@ from ray_dcp.errors import CheckpointNotFoundError, NotAFolderError, ObjectNotFo
 from ray_dcp.layout import MANIFEST, METADATA
 from ray_dcp.manifest import belongs_to, decode_facts
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.urls import split_url
+from ray_dcp.storage.urls import join_url, split_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
             manifest = store.get(MANIFEST)
         except ObjectNotFoundError:
             return OpenedCheckpoint(location, metadata, None)
-        facts = decode_facts(manifest, file=f"{location}/{MANIFEST}")
-        if belongs_to(facts, metadata, file=f"{location}/{METADATA}"):
+        facts = decode_facts(manifest, file=join_url(location, MANIFEST))
+        if belongs_to(facts, metadata, file=join_url(location, METADATA)):
             return OpenedCheckpoint(location, metadata, manifest)
     return OpenedCheckpoint(location, metadata, None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -100,14 +100,14 @@ def _nested(plan: ConvertPlan, on_progress: OnProgress) -> dict[str, Any]:
     """The state dict as it was saved, with tensors that are read when their bytes are due."""
     state: dict[str, Any] = {}
     placed: list[tuple[PlannedValue, Any]] = []
+    tied: dict[Hashable, LazyTensor] = {}
     for planned in plan.values:
         value = planned.value
-        content = (
-            plan.source.read_python(value)
-            if value.dtype is None
-            else LazyTensor(getattr(torch, value.dtype), value.shape, _reader(plan, planned, on_progress))
-        )
-        placed.append((planned, content))
+        if value.dtype is None:
+            placed.append((planned, plan.source.read_python(value)))
+            continue
+        lazy = LazyTensor(getattr(torch, value.dtype), value.shape, _reader(plan, planned, on_progress))
+        placed.append((planned, lazy if value.memory is None else tied.setdefault(value.memory, lazy)))
     try:
         for planned, content in placed:
             set_element(state, _path(planned), content)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,6 +44,8 @@ class SourceValue:
     shape: tuple[int, ...]
     nbytes: int
     """Of the tensor; of a Python value as it is stored, 0 where that is not known."""
+    memory: Hashable = None
+    """Equal for tensors that were one memory when they were saved; None where that is not known."""
 
 
 class Source(Protocol):
@@ -114,10 +116,13 @@ class CheckpointSource:
     def values(self) -> Sequence[SourceValue]:
         paths = self._metadata.planner_data if isinstance(self._metadata.planner_data, Mapping) else {}
         stored: dict[str, int] = {}
+        records: dict[str, set[Hashable]] = {}
         for index, place in (self._metadata.storage_data or {}).items():
             stored[index.fqn] = stored.get(index.fqn, 0) + getattr(place, "length", 0)
+            record = index.offset, getattr(place, "relative_path", None), getattr(place, "offset", None)
+            records.setdefault(index.fqn, set()).add(record)
         return [
-            _value(fqn, _path(fqn, paths.get(fqn)), described, stored.get(fqn, 0))
+            _value(fqn, _path(fqn, paths.get(fqn)), described, stored.get(fqn, 0), records.get(fqn, ()))
             for fqn, described in self._metadata.state_dict_metadata.items()
         ]
 
@@ -198,12 +203,17 @@ class TorchSource:
 
 
 def _value(
-    fqn: str, path: tuple[str | int, ...], described: TensorStorageMetadata | BytesStorageMetadata, stored_nbytes: int
+    fqn: str,
+    path: tuple[str | int, ...],
+    described: TensorStorageMetadata | BytesStorageMetadata,
+    stored_nbytes: int,
+    records: Collection[Hashable],
 ) -> SourceValue:
     if isinstance(described, BytesStorageMetadata):
         return SourceValue(fqn, path, None, (), stored_nbytes)
     dtype, shape = described.properties.dtype, tuple(described.size)
-    return SourceValue(fqn, path, _dtype_name(dtype), shape, math.prod(shape) * dtype.itemsize)
+    memory = (frozenset(records), dtype, shape) if records else None
+    return SourceValue(fqn, path, _dtype_name(dtype), shape, math.prod(shape) * dtype.itemsize, memory)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -126,7 +126,7 @@ def _require_whole_pickle(metadata: bytes, file: str) -> None:
             is_metadata |= isinstance(argument, str) and argument.rpartition(" ")[2] == "Metadata"
             end = (position or 0) + 1 if opcode.name == "STOP" else 0
     except Exception as error:
-        raise CorruptCheckpointError(f"is no readable metadata: {error}", file=file) from error
+        raise CorruptCheckpointError(f"is no readable metadata: {type(error).__name__} {error}", file=file) from error
     if not is_metadata or end != len(metadata):
         raise CorruptCheckpointError("is no readable metadata", file=file)
 

@@ -187,7 +187,7 @@ def _refused(metadata: bytes) -> list[Fault]:
     except metadata_rules.NotAllowedError as error:
         return [Fault(METADATA, 0, len(metadata), f"asks to load {error}, which is no part of a checkpoint's metadata")]
     except Exception as error:  # noqa: BLE001 - a pickle that makes no sense raises anything
-        return [Fault(METADATA, 0, len(metadata), f"is no readable metadata: {error}")]
+        return [Fault(METADATA, 0, len(metadata), f"is no readable metadata: {type(error).__name__} {error}")]
     return []
 
 

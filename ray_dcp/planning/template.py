@@ -214,7 +214,8 @@ class TemplatePlanner(DefaultLoadPlanner):
         saved = metadata.state_dict_metadata
         lacking = saved.keys() - self.state_dict.keys()
         known_empty = set(map(self._choice.renamed, saved_empty_names(self.containers or ())))
-        empty = [place for place in empty_places(self.original_state_dict, "") if place.fqn not in saved]
+        places = empty_places(self.original_state_dict, "")
+        empty = [one for one in places if one.fqn not in saved and not _is_in_a_value(one.fqn, self.state_dict)]
         growth = Growth(
             empty,
             lacking,
@@ -253,6 +254,12 @@ class TemplatePlanner(DefaultLoadPlanner):
             if (old_flat.keys() - flat.keys()) & metadata.state_dict_metadata.keys():
                 return old_flat, old_paths
         return flat, paths
+
+
+def _is_in_a_value(fqn: str, flat: Mapping[str, Any]) -> bool:
+    """Whether what would be called ``fqn`` lies in a list that is one value of the template, and is loaded as one."""
+    parts = fqn.split(".")
+    return any(isinstance(flat.get(".".join(parts[:length])), list) for length in range(1, len(parts)))
 
 
 def set_at(container: Any, path: tuple[str | int, ...], value: Any) -> None:

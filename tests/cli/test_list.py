@@ -73,7 +73,7 @@ def test_json_has_the_same(root, capsys):
 
 def test_an_empty_root_is_said_so(tmp_path, capsys):
     assert main(["list", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"no checkpoints under {tmp_path}\n"
+    assert capsys.readouterr().out == f"no checkpoints under {tmp_path}: the folder is empty\n"
     assert main(["list", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "root": str(tmp_path),

@@ -75,7 +75,35 @@ def test_the_installed_command_runs(tmp_path):
     if not os.path.exists(command):
         pytest.skip("ray_dcp is not installed")
     done = subprocess.run([command, "list", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, f"no checkpoints under {tmp_path}\n")
+    assert (done.returncode, done.stdout) == (0, f"no checkpoints under {tmp_path}: the folder is empty\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ([], 2, "usage: ray-dcp"),
+        (["lst", "x"], 2, "invalid choice"),
+        (["verify", "x", "--sample", "0%"], 2, "no share of the blocks"),
+        (["verify", ""], 2, "ray-dcp: CKPT: is empty"),
+        (["list", "hdfs://a/b"], 2, "unknown scheme hdfs://"),
+        (["list", "s3://b/x?nope=1"], 2, "unknown parameter 'nope'"),
+        (["list", "{tmp}/nothing"], 3, "nothing is there"),
+        (["show", "{tmp}/torn"], 5, "is no readable metadata"),
+        (["copy", "{tmp}/nothing", "{tmp}/there"], 3, "nothing is there"),
+        (["list", "{tmp}/" + "long" * 100], 4, "File name too long"),
+    ],
+)
+def test_the_installed_command_exits_as_its_help_says(tmp_path, arguments, code, told):
+    command = os.path.join(os.path.dirname(sys.executable), "ray-dcp")
+    if not os.path.exists(command):
+        pytest.skip("ray_dcp is not installed")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / ".metadata").write_bytes(b"torn")
+    given = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    done = subprocess.run([command, *given], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error_to_show(tmp_path):

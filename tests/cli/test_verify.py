@@ -133,7 +133,7 @@ def test_all_of_a_root_is_verified_also_behind_a_damaged_step(root, store, capsy
 
 def test_a_root_without_a_checkpoint_is_not_found(tmp_path, capsys):
     assert main(["verify", str(tmp_path), "--all"]) == 3
-    assert "no checkpoint is committed" in capsys.readouterr().err
+    assert "none is committed under it" in capsys.readouterr().err
 
 
 def test_what_torch_wrote_without_checksums_is_not_checkable(tmp_path, capsys):

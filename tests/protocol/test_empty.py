@@ -31,6 +31,7 @@ def state(none):
     return {
         "opt": {"state": {}, "param_groups": [{"lr": 0.1, "params": [], "more": {}}]},
         "list": [],
+        "lists": [[], [[], None], 1],
         "deep": {"er": [{}, {"w": torch.ones(2)}, []]},
         "ordered": OrderedDict(),
         "default": defaultdict(list),

@@ -111,3 +111,48 @@ def test_an_asynchronous_save_has_the_state_of_the_call(tmp_path: Path) -> None:
     response.upload_completion.result()
     dcp.load({"rng": dcp.RNGState()}, checkpoint_id=tmp_path, no_dist=True)
     assert draws() == expected
+
+
+def stand_in_devices(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> list[torch.Generator]:
+    """Generators of the CPU as those of CUDA devices; where there is CUDA, the real ones are left alone."""
+    devices = [torch.Generator().manual_seed(seed) for seed in seeds]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", tuple(devices))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: devices[device].set_state(state))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: [device.manual_seed(seed) for device in devices])
+    return devices
+
+
+def test_each_device_has_its_own_and_one_that_was_not_there_a_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = stand_in_devices(monkeypatch, 1, 2)
+    dcp.save({"rng": dcp.RNGState()}, checkpoint_id=tmp_path, no_dist=True)
+    expected = draws(*devices)[-2:]
+    third = []
+    for seed in (8, 9):
+        devices = stand_in_devices(monkeypatch, seed, seed, seed)
+        dcp.load({"rng": dcp.RNGState()}, checkpoint_id=tmp_path, no_dist=True)
+        *first_two, last = draws(*devices)[-3:]
+        assert first_two == expected
+        third.append(last)
+    assert third[0] == third[1]
+    assert third[0] not in expected
+    [alone] = stand_in_devices(monkeypatch, 8)
+    dcp.load({"rng": dcp.RNGState()}, checkpoint_id=tmp_path, no_dist=True)
+    assert draws(alone)[-1] == expected[0]
+
+
+def test_devices_of_another_number_of_ranks_have_seeds_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_devices(monkeypatch, 1, 1)
+    require_no_errors(ThreadRanks(2).save(lambda rank: {"rng": SeededRank(rank)}, tmp_path))
+    found = []
+    for _ in range(2):
+        devices = stand_in_devices(monkeypatch, 5, 5)
+        dcp.load({"rng": dcp.RNGState()}, checkpoint_id=tmp_path, no_dist=True)
+        found.append(draws(*devices)[-2:])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]

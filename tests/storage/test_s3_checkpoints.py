@@ -207,3 +207,43 @@ def test_a_bucket_that_does_not_exist_is_no_empty_root(s3_url, capsys):
         assert main(command) == 3
         assert "no bucket" in capsys.readouterr().err
     assert CheckpointManager(s3_url).load(state) is None
+
+
+def test_what_a_url_says_beside_its_place_is_in_no_message_and_no_log(seaweed, monkeypatch, caplog, capsys, tmp_path):
+    for name in seaweed.variables():
+        monkeypatch.delenv(name, raising=False)
+    options = S3Options(
+        endpoint=f"http://{seaweed.endpoint}", region="us-east-1", access_key=ACCESS_KEY, secret_key=SECRET_KEY
+    )
+    root = options.url(seaweed.new_url())
+    manager = CheckpointManager(root)
+    caplog.set_level("DEBUG")
+    state = {"w": bits(1, 5000)}
+    for step in (1, 2, 3):
+        manager.save(step, state)
+    place = manager.checkpoint_id(3)
+    store = open_store(place)
+    (shard,) = [one.key for one in store.list() if one.key.endswith(".distcp")]
+    told = []
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(3)}, checkpoint_id=place, no_dist=True)
+    told.append(str(caught.value))
+    store.delete(shard)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(5000, dtype=torch.uint8)}, checkpoint_id=place, no_dist=True)
+    told.append(str(caught.value))
+    assert manager.latest().step == 2
+    assert manager.load({"w": torch.zeros(5000, dtype=torch.uint8)}, step=3, fallback=True) == 2
+    told.append(repr(manager.last_load))
+    store.put(METADATA, b"torn")
+    for command in (["list", root], ["show", place], ["verify", place], ["verify", root], ["verify", "--all", root]):
+        main(command)
+    for command in (["prune", root], ["copy", place, str(tmp_path / "a")], ["copy", place, root], ["show", root]):
+        main(command)
+    for command in (["copy", manager.checkpoint_id(1), manager.checkpoint_id(2)], ["list", root + "&nope=1"]):
+        main(command)
+    printed = capsys.readouterr()
+    text = "\n".join([*told, caplog.text, printed.out, printed.err])
+    assert text.count("s3://bucket/") > 10
+    for secret in (SECRET_KEY, "tests%2Bsecret", f"{ACCESS_KEY}:", "endpoint_override", "us-east-1", "?"):
+        assert secret not in text, secret
