@@ -14,8 +14,11 @@ from ray_dcp.checksums import crc32
 from ray_dcp.layout import PAYLOAD_ALIGNMENT
 
 ARCHIVE = "archive"
-"""The folder in a record that holds its entries, as torch names it for a file without a name."""
+"""The folder in the record of a value without a payload, as torch names it for a file without a name."""
+TENSOR_ARCHIVE = "a"
+"""That of a tensor's. It stands in a record six times: for a tensor of one number, a tenth of all bytes."""
 PICKLE, PAYLOAD, VERSION, BYTEORDER = "data.pkl", "data/0", "version", "byteorder"
+_PAYLOAD_NAME = f"{TENSOR_ARCHIVE}/{PAYLOAD}".encode()
 
 LOCAL = struct.Struct("<4s5H3I2H")
 """signature, version, flags, method, time, date, crc, compressed and full size, name length, extra length"""
@@ -73,8 +76,8 @@ def frame_payload(pickled: bytes, payload_nbytes: int, *, position: int = 0, ali
     The payload then lies at a multiple of ``alignment`` of the file. Without ``crc`` the payload's checksum stands
     behind it (a data descriptor), since it is known only when the bytes have passed.
     """
-    front = _front(pickled)
-    name = f"{ARCHIVE}/{PAYLOAD}".encode()
+    front = _front(pickled, TENSOR_ARCHIVE)
+    name = _PAYLOAD_NAME
     large = payload_nbytes >= ZIP64
     known = payload_nbytes if crc is not None else 0
     zip64 = struct.pack("<2H2Q", ZIP64_ID, 16, known, known) if large else b""
@@ -96,7 +99,7 @@ def frame_payload(pickled: bytes, payload_nbytes: int, *, position: int = 0, ali
 
 def frame_pickle(pickled: bytes) -> bytes:
     """The whole record of a value that is all in its pickle."""
-    front = _front(pickled)
+    front = _front(pickled, ARCHIVE)
     return front.local + front.central + _end(front.num_entries, len(front.central), len(front.local))
 
 
@@ -106,8 +109,9 @@ class SmallFrame:
     def __init__(self, pickled: bytes, payload_nbytes: int) -> None:
         frame = frame_payload(pickled, payload_nbytes, crc=0)
         tail = frame.tail(0)
-        in_head = len(_front(pickled).local) + LOCAL_CRC_AT
-        in_tail = len(_front(pickled).central) + CENTRAL_CRC_AT
+        front = _front(pickled, TENSOR_ARCHIVE)
+        in_head = len(front.local) + LOCAL_CRC_AT
+        in_tail = len(front.central) + CENTRAL_CRC_AT
         self._parts = frame.head[:in_head], frame.head[in_head + 4 :], tail[:in_tail], tail[in_tail + 4 :]
         self.payload_at = frame.payload_at
         self.nbytes = frame.nbytes
@@ -138,12 +142,13 @@ def _entry(name: str, content: bytes, header_at: int) -> tuple[bytes, bytes]:
     return local + encoded + content, central + encoded
 
 
-_VERSION_ENTRY = _entry(f"{ARCHIVE}/{VERSION}", b"3\n", 0)
+_VERSION_ENTRIES = {folder: _entry(f"{folder}/{VERSION}", b"3\n", 0) for folder in (ARCHIVE, TENSOR_ARCHIVE)}
 
 
-def _front(pickled: bytes) -> _Front:
-    local, central = _entry(f"{ARCHIVE}/{PICKLE}", pickled, len(_VERSION_ENTRY[0]))
-    return _Front(_VERSION_ENTRY[0] + local, _VERSION_ENTRY[1] + central, 2)
+def _front(pickled: bytes, folder: str) -> _Front:
+    version = _VERSION_ENTRIES[folder]
+    local, central = _entry(f"{folder}/{PICKLE}", pickled, len(version[0]))
+    return _Front(version[0] + local, version[1] + central, 2)
 
 
 def _padding(gap: int, alignment: int) -> bytes:
@@ -160,7 +165,7 @@ def _tail(front: _Front, payload_at: int, payload_nbytes: int, crc: int, *, desc
     if described:
         packer = DESCRIPTOR_64 if large else DESCRIPTOR
         descriptor = packer.pack(DESCRIPTOR_SIGNATURE, crc, payload_nbytes, payload_nbytes)
-    name = f"{ARCHIVE}/{PAYLOAD}".encode()
+    name = _PAYLOAD_NAME
     size = ZIP64 if large else payload_nbytes
     zip64 = struct.pack("<2H2Q", ZIP64_ID, 16, payload_nbytes, payload_nbytes) if large else b""
     central = front.central + CENTRAL.pack(

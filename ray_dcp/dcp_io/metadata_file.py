@@ -141,9 +141,19 @@ def encode_metadata(metadata: Metadata) -> bytes:
     """``metadata`` pickled so that every Python and torch reads it, and in the same bytes whatever Python this is."""
     content = io.BytesIO()
     pickler = pickle.Pickler(content, _PROTOCOL)
-    pickler.dispatch_table = {**copyreg.dispatch_table, _MEM_FORMAT_ENCODING: member_by_value}
+    pickler.dispatch_table = {
+        **copyreg.dispatch_table,
+        _MEM_FORMAT_ENCODING: member_by_value,
+        _StorageInfo: _place_by_call,
+    }
     pickler.dump(_without_path(metadata))
     return content.getvalue()
+
+
+def _place_by_call(place: _StorageInfo) -> tuple[Any, ...]:
+    """As short as can be: there is one for each item."""
+    more = (place.transform_descriptors,) if place.transform_descriptors is not None else ()
+    return _StorageInfo, (place.relative_path, place.offset, place.length, *more)
 
 
 def _without_path(metadata: Metadata) -> Metadata:

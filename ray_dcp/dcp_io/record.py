@@ -7,6 +7,7 @@ tensor is pickled, and none is copied unless it lies on a device or not in order
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from ray_dcp.storage.store import ObjectWriter
 from ray_dcp.zip_record import RecordFrame, SmallFrame, frame_payload
 
 _MAX_HELD_NBYTES = 1 << 18
+MAX_TINY_NBYTES = 8
+"""Of one number, say: its record is sixty times as long, and equal ones, as steps are, share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,13 @@ class TensorRecord:
         self._nbytes = tensor.nbytes
         is_small = self._nbytes <= BLOCK_NBYTES
         self._frame: SmallFrame | RecordFrame = (_small_frame if is_small else _large_frame)(tensor.dtype, tensor.shape)
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for tiny tensors whose records would be; None for all others, and on a device: it is asked once."""
+        if self._nbytes > MAX_TINY_NBYTES or not self._tensor.is_cpu:
+            return None
+        return self.dtype, self.sizes, bytes(small_content(self._tensor))
 
     def write(self, sink: ObjectWriter) -> Payload:
         """Append it to ``sink``, aligned; only the tensor's own bytes are written."""

@@ -11,7 +11,7 @@ import io
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -302,19 +302,25 @@ def _write_items(
     order = sorted(range(len(items)), key=lambda number: items[number].type != WriteItemType.BYTE_IO)
     if repeats:
         order = [number for number in order if number not in repeats]
+    written: dict[Hashable, int] = {}
     num_ahead = _NUM_AHEAD if getattr(planner, "resolves_in_place", False) is True else 1
     for first in range(0, len(order), num_ahead):
         numbers = order[first : first + num_ahead]
         for number, value in zip(numbers, [_resolved(items[n], planner) for n in numbers], strict=True):
             if isinstance(value, TensorRecord):
+                identity = value.identity
+                equal = number if identity is None else written.setdefault(identity, number)
+                if equal != number:
+                    columns.repeat(number, equal)
+                    continue
                 columns.put(number, value.write(sink), value.dtype, value.sizes)
             else:
                 columns.put(number, write_python(sink, value.getbuffer()), None, None)
             if number == order[0]:
                 reached(Point.MID_WRITE)
     sink.flush()
-    for number, written in repeats.items():
-        columns.repeat(number, written)
+    for number, first_of_it in repeats.items():
+        columns.repeat(number, first_of_it)
 
 
 def _repeats(items: Sequence[WriteItem], planner: SavePlanner) -> dict[int, int]:

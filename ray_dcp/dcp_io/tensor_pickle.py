@@ -1,5 +1,7 @@
 """``data.pkl`` of a tensor's record: what ``torch.save`` pickles for a contiguous CPU tensor in a storage of its own.
 
+What pickle remembers and never asks for again is left out of what is written.
+
 Equal dtypes and shapes have equal pickles, whatever the values; so each is made once, and no tensor is pickled.
 """
 
@@ -9,6 +11,7 @@ import functools
 import io
 import math
 import pickle
+import pickletools
 from collections import OrderedDict
 from typing import Any
 
@@ -60,11 +63,17 @@ class _Pickler(pickle.Pickler):
 
 
 @functools.lru_cache(maxsize=16384)
-def tensor_pickle(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
-    """The pickle of any contiguous CPU tensor of this dtype and shape that needs no gradient.
+def torchs_pickle(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
+    """What ``torch.save`` pickles for any contiguous CPU tensor of this dtype and shape that needs no gradient.
 
     Raises ``KeyError`` for a dtype that ``torch.save`` has no storage for.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=DEFAULT_PROTOCOL).dump(_StoredTensor(dtype, tuple(sizes)))
     return buffer.getvalue()
+
+
+@functools.lru_cache(maxsize=16384)
+def tensor_pickle(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
+    """The same as short as can be; raises as it does."""
+    return pickletools.optimize(torchs_pickle(dtype, sizes))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ray_dcp.checksums import crc32
-from ray_dcp.dcp_io.tensor_pickle import tensor_pickle
+from ray_dcp.dcp_io.tensor_pickle import tensor_pickle, torchs_pickle
 from ray_dcp.zip_record import BYTEORDER, PAYLOAD, PICKLE, VERSION, NotARecordError, Read, RecordEntry, read_entries
 
 _MAX_SMALL_NBYTES = 1 << 16
@@ -41,7 +41,7 @@ def find_payload(read: Read, record_nbytes: int, dtype: torch.dtype, sizes: tupl
     if payload.nbytes != math.prod(sizes) * dtype.itemsize or contents.get(BYTEORDER, b"little") != b"little":
         return None
     with suppress(KeyError):  # torch.save has nothing for this dtype
-        if contents[PICKLE] == tensor_pickle(dtype, sizes):
+        if contents[PICKLE] in (tensor_pickle(dtype, sizes), torchs_pickle(dtype, sizes)):
             return FoundPayload(payload.offset, payload.nbytes, payload.crc if has_checksums else None)
     return None
 

@@ -57,7 +57,7 @@ def test_damage_is_a_table_and_a_code(store, capsys):
 
 
 def test_a_table_has_some_of_the_faults_and_json_all(tmp_path, capsys):
-    store = save_ours(tmp_path / "c", {f"layer.{number:03}": torch.ones(1) for number in range(100)})
+    store = save_ours(tmp_path / "c", {f"layer.{number:03}": torch.full((1,), number) for number in range(100)})
     with changed(store, shard_of(store), None):
         assert main(["verify", store.url]) == 5
         printed = capsys.readouterr()
