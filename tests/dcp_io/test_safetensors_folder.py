@@ -189,7 +189,7 @@ def test_a_folder_with_neither_says_what_is_there(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointNotFoundError, match=r"1 file, but no \.metadata"):
         open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointNotFoundError, match="this is a file; pass the folder"):
+    with pytest.raises(CheckpointNotFoundError, match="this is a file; a checkpoint is a folder"):
         open_checkpoint(tmp_path / "config.json")
     with pytest.raises(CheckpointNotFoundError, match="nothing is there"):
         open_checkpoint(tmp_path / "none.safetensors")

@@ -290,8 +290,7 @@ def test_another_users_folder_is_a_permission_error():
     script = """if True:
         import os, sys
         from ray_dcp.errors import StorePermissionError
-        from ray_dcp.storage.failures import as_store_error
-from ray_dcp.storage.local import LocalStore
+        from ray_dcp.storage.local import LocalStore
         mine, shown = LocalStore(sys.argv[1] + "/mine"), LocalStore(sys.argv[1] + "/shown")
         os.setgid(65534); os.setuid(65534)
         for call in (mine.list, lambda: mine.get("key"), lambda: mine.put("key", b""), lambda: shown.get("key"),
@@ -369,7 +368,6 @@ def test_an_error_of_a_read_from_an_open_file_is_a_store_error(tmp_path, monkeyp
 FULL_DISK = """
 import sys
 from ray_dcp.errors import StoreError
-from ray_dcp.storage.failures import as_store_error
 from ray_dcp.storage.local import LocalStore
 
 store = LocalStore(sys.argv[1])
