@@ -193,7 +193,7 @@ def _holds_sharded_tensor(state: Any, *, walked: bool) -> bool:
 
 
 def _no_items(value: Any, error: Exception) -> str:
-    if isinstance(value, UninitializedParameter | UninitializedBuffer):
+    if _is_uninitialized(value):
         return f"a {type(value).__name__} has no values before its module's first forward pass"
     return f"a {type(value).__name__} that cannot be saved: {error}"
 
@@ -227,6 +227,18 @@ def require_storable(planner: SavePlanner, plan: SavePlan, state: Mapping[str, A
                     problems.append(_python_problem(item.index.fqn, value, error))
     if problems:
         raise StateDictError(_CANNOT_BE_SAVED, problems)
+
+
+def require_initialized(planner: SavePlanner) -> None:
+    """Raise ``StateDictError`` naming the parameters of lazy modules that have no shape yet."""
+    state = planner.state_dict if isinstance(planner, DefaultSavePlanner) else {}
+    problems = [f"{fqn}: {_no_items(value, ValueError())}" for fqn, value in state.items() if _is_uninitialized(value)]
+    if problems:
+        raise StateDictError(_CANNOT_BE_SAVED, problems)
+
+
+def _is_uninitialized(value: Any) -> bool:
+    return isinstance(value, UninitializedParameter | UninitializedBuffer)
 
 
 def _pickles_as_torch(planner: DefaultSavePlanner) -> bool:

@@ -34,7 +34,13 @@ from ray_dcp.planning.containers import containers_of
 from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.plan_table import Key, PlanTable
 from ray_dcp.planning.replicas import ShownReplicas, replica_digests, shown_replicas
-from ray_dcp.planning.state_dict import StatePlanner, for_global_step, plan_cache_off, require_storable
+from ray_dcp.planning.state_dict import (
+    StatePlanner,
+    for_global_step,
+    plan_cache_off,
+    require_initialized,
+    require_storable,
+)
 from ray_dcp.planning.ties import ties_of
 from ray_dcp.points import Point, reached
 from ray_dcp.protocol.call import Call, phase
@@ -260,7 +266,11 @@ def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> Sa
         flat_state(state)  # says which, where two values have one name
         raise
     writer.set_up_storage_writer(is_coordinator, **accepted(writer.set_up_storage_writer, call.rank))
-    plan = planner.create_local_plan()
+    try:
+        plan = planner.create_local_plan()
+    except Exception:
+        require_initialized(planner)  # torch's error has no name
+        raise
     if type(planner) is not StatePlanner:  # that one has looked
         require_storable(planner, plan, state)
     return writer.prepare_local_plan(plan)

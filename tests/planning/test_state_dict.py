@@ -337,3 +337,16 @@ def test_a_key_that_has_another_name_in_every_process_is_refused(key):
     kind = type(key).__name__
     assert problems({"opt": {"state": {key: {"step": 1}, "fine": 1}}}) == (f"opt.state: a {kind} as key",)
     assert problems({key: 1}) == (f"state_dict: a {kind} as key",)
+
+
+@pytest.mark.parametrize("make", [StatePlanner, type("Theirs", (DefaultSavePlanner,), {})])
+def test_parameters_without_a_shape_are_named_whoever_plans(tmp_path, make):
+    model = torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d())
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"model": model, "n": 1}, checkpoint_id=tmp_path / "c", planner=make(), no_dist=True)
+    names = [problem.split(": a Uninitialized")[0] for problem in caught.value.__cause__.problems]
+    assert names == [
+        f"model.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")
+    ]
+    assert caught.value.phase == "plan"
+    assert not (tmp_path / "c").exists()
