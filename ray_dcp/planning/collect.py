@@ -41,7 +41,8 @@ def collect_state(state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
     if not isinstance(state_dict, Mapping):
         raise StateDictError(f"state_dict is a {type(state_dict).__name__}; pass a dict of names to values")
     try:
-        return dict(_plain_mapping(state_dict, rank))
+        plain = _plain_mapping(state_dict, rank)
+        return OrderedDict(plain) if type(state_dict) is OrderedDict else dict(plain)
     except RecursionError as error:
         raise _too_deep(state_dict) from error
 

@@ -134,3 +134,9 @@ def test_tied_weights_of_a_checkpoint_are_tied_in_a_torch_file(tmp_path):
     assert torch.equal(found["b"]["d"], w)
     assert found["s"].tolist() == [1] * 5 + [0] * 5
     assert 2 * w.nbytes < (tmp_path / "out.pt").stat().st_size < 2.1 * w.nbytes
+
+
+def test_an_ordered_dict_as_the_whole_state_is_one_again(tmp_path):
+    model = torch.nn.Linear(2, 3)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "c", no_dist=True)
+    assert type(torch.load(run(tmp_path / "c", tmp_path / "out.pt"), weights_only=True)) is OrderedDict
