@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ray_dcp.dcp_io.metadata_file import decode_python
 from ray_dcp.dcp_io.opened import open_checkpoint
+from ray_dcp.dcp_io.record import MAX_TINY_NBYTES
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError
 from ray_dcp.layout import METADATA
@@ -212,7 +213,10 @@ def _value(
     if isinstance(described, BytesStorageMetadata):
         return SourceValue(fqn, path, None, (), stored_nbytes)
     dtype, shape = described.properties.dtype, tuple(described.size)
-    memory = (frozenset(records), dtype, shape) if records else None
+    # Tiny tensors share a record where they are equal, whether or not they were one memory.
+    nbytes_of_chunks = [math.prod(chunk.sizes) * dtype.itemsize for chunk in described.chunks]
+    tells = bool(records) and min(nbytes_of_chunks, default=0) > MAX_TINY_NBYTES
+    memory = (frozenset(records), dtype, shape) if tells else None
     return SourceValue(fqn, path, _dtype_name(dtype), shape, math.prod(shape) * dtype.itemsize, memory)
 
 

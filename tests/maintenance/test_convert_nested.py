@@ -127,12 +127,18 @@ def test_a_torch_file_with_two_keys_of_one_name_is_refused_and_both_told(tmp_pat
 def test_tied_weights_of_a_checkpoint_are_tied_in_a_torch_file(tmp_path):
     w, shards = torch.arange(50_000.0), {(0,): torch.ones(5), (5,): torch.zeros(5)}
     state = {"a": w, "b": {"c": w, "d": w.clone()}, "s": dcp.LocalShards((10,), shards), "t": w[:10], "n": 1}
+    state |= {"step": torch.tensor(3.0), "steps": [torch.tensor(3.0)]}  # equal, and each another's
+    state["few"] = dcp.LocalShards((4,), {(0,): torch.ones(2), (2,): torch.ones(2)})
+    state["fewer"] = dcp.LocalShards((4,), {(0,): torch.ones(2), (2,): torch.ones(2)})
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     found = torch.load(run(tmp_path / "c", tmp_path / "out.pt"), weights_only=True)
     assert found["a"] is found["b"]["c"]
     assert torch.equal(found["a"], w)
     assert torch.equal(found["b"]["d"], w)
     assert found["s"].tolist() == [1] * 5 + [0] * 5
+    assert found["step"].data_ptr() != found["steps"][0].data_ptr()
+    assert found["few"].data_ptr() != found["fewer"].data_ptr()
+    assert found["few"].tolist() == found["fewer"].tolist() == [1] * 4
     assert 2 * w.nbytes < (tmp_path / "out.pt").stat().st_size < 2.1 * w.nbytes
 
 
