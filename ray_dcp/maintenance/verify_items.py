@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ray_dcp.manifest import Entry
+from ray_dcp.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Item:
     """Why its bytes mean nothing to us; empty where they do."""
     padding: int = 0
     """Bytes in front of it that must be zero."""
+    num_sharing: int = 0
+    """Other items whose record it is too."""
 
     @property
     def end(self) -> int:
@@ -60,6 +63,8 @@ class Item:
     def fault(self, problem: str, start: int | None = None, end: int | None = None) -> Fault:
         """A fault of this item: of its whole record, or of the bytes from ``start`` to ``end`` of its file."""
         start = self.start if start is None else start
+        if self.num_sharing:
+            problem += f"; its record is that of {counted(self.num_sharing, 'other item')} too"
         return Fault(self.file, start, self.end if end is None else end, problem, self.fqn, self.offsets, self.rank)
 
     def unchecked(self, reason: str) -> Unchecked:

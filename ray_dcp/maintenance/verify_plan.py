@@ -312,7 +312,9 @@ def _apart(items: Iterable[Item], found: _Found) -> list[Item]:
     for item in items:
         before = kept[-1] if kept else None
         if before is not None and item.start < before.end:
-            if (item.start, item.end) != (before.start, before.end):
+            if (item.start, item.end) == (before.start, before.end):
+                kept[-1] = dataclasses.replace(before, num_sharing=before.num_sharing + 1)
+            else:
                 found.faults.append(item.fault(f"its record lies across that of {before.fqn}"))
             continue
         kept.append(item)

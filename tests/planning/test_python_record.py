@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import io
+import pathlib
 import pickle
+import sys
 import threading
+import uuid
 import zipfile
 from collections import OrderedDict
 from datetime import timedelta
+from pathlib import PurePosixPath
 
 import numpy as np
 import pytest
@@ -252,3 +257,22 @@ def test_a_record_maps_into_memory_too(tmp_path):
     for value in (PLAIN["dict"], WITH_TENSORS["nested"]):
         (tmp_path / "one").write_bytes(python_record(value))
         assert same(torch.load(tmp_path / "one", weights_only=True, mmap=True), value)
+
+
+@pytest.mark.parametrize("around", [lambda path: [path, path], lambda path: (path, torch.ones(2))])
+def test_a_path_is_named_as_every_python_knows_it_also_where_this_one_has_it_elsewhere(monkeypatch, around):
+    """Python 3.13 has its paths in ``pathlib._local``, which others lack."""
+    value = around(PurePosixPath("/a/b"))
+    record = python_record(value)
+    monkeypatch.setattr(PurePosixPath, "__module__", "pathlib._local")
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
+    assert python_record(value) == record
+    assert b"pathlib._local" not in record
+
+
+def test_an_enum_is_pickled_by_value_also_where_this_python_would_call_getattr(monkeypatch):
+    """As Python 3.11 up to 3.11.3 does."""
+    record = python_record([uuid.SafeUUID.safe])
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    assert python_record([uuid.SafeUUID.safe]) == record
+    assert b"getattr" not in record
