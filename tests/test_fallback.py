@@ -232,9 +232,9 @@ def test_a_rank_that_saw_another_reason_goes_along(tmp_path, monkeypatch):
 
     real, failed = manager.load, []
 
-    def load(state_dict, *, checkpoint_id, group):
+    def load(state_dict, *, checkpoint_id, group, **options):
         try:
-            return real(state_dict, checkpoint_id=checkpoint_id, group=group)
+            return real(state_dict, checkpoint_id=checkpoint_id, group=group, **options)
         except CheckpointException:
             if group.rank == 0:
                 raise
