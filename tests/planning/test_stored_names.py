@@ -194,12 +194,12 @@ class TestAdvice:
         require_no_errors(ThreadRanks(3).load(templates, saved, strict=False))
         assert templates == [{"step": 7}, {"other": 1}, {}]
 
-    def test_a_hundred_thousand_names_take_no_more_than_moments(self):
-        names = {f"model.layers.{n}.{m}.weight" for n in range(20_000) for m in ("q", "k", "v", "up", "down")}
+    def test_tens_of_thousands_of_names_take_no_more_than_moments(self):
+        names = {f"model.layers.{n}.{m}.weight" for n in range(6_000) for m in ("q", "k", "v", "up", "down")}
         started = time.process_time()
         found = other_prefix({f"module.{name}" for name in names}, names)
         near = nearest({"model.layers.7.q.wight", "nothing like it"}, names)
-        assert time.process_time() - started < 20
+        assert time.process_time() - started < 10
         assert (found.stored, found.wanted, found.num_found) == ("", "module.", len(names))
         assert len(near) <= 1
 

@@ -22,7 +22,7 @@ OPTIONS = {
     "torch's reader": lambda place: {"storage_reader": FileSystemReader(place)},
     "a user's planner": lambda place: {"planner": UsersPlanner()},
 }
-SMALL, LARGE = 3, 3 << 19
+SMALL, LARGE = 3, 3 << 18
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -38,7 +38,7 @@ def test_a_backward_pass_through_what_a_load_has_replaced_raises(tmp_path, size,
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     (weight * weight).sum().backward()
-    assert weight.grad.tolist() == [4.0] * size
+    assert bool((weight.grad == 4).all())
 
 
 def test_so_do_shards_and_what_several_ranks_read_together(tmp_path):
