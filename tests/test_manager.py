@@ -46,7 +46,7 @@ def test_a_load_takes_the_options_of_a_load_and_its_report_is_kept(tmp_path):
     options = {"strict": False, "cast": True, "skip": "n", "rename": {r"^module\.": ""}}
     assert manager.load(state, **options) == 1
     report = manager.last_load
-    assert (report.loaded, report.missing, report.unexpected) == (("w",), ("absent",), ("more",))
+    assert (report.loaded, report.missing, report.unexpected) == (("w",), ("absent", "loader"), ("more",))
     assert (state["w"].tolist(), state["n"]) == ([1, 1], 0)
     with pytest.raises(dcp.CheckpointException):
         manager.load(state, only="w")
