@@ -73,10 +73,10 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
     with ``phase`` "write" and ``failed_ranks`` (1,); nothing was committed, the next save may begin.
     """
 
-    def __new__(
-        cls, kind: str, checkpoint_id: str, rank_failures: Sequence[RankFailure], *more: Any
-    ) -> CheckpointException:
-        also: Any = _also(cast(Any, cls), rank_failures[0].catchable_as)
+    def __new__(cls, *facts: Any, **named: Any) -> CheckpointException:
+        # Ray makes a subclass that is its ``RayTaskError`` too, and gives it this error alone.
+        failures: Sequence[RankFailure] = named.get("rank_failures", facts[2] if len(facts) > 2 else ())
+        also: Any = _also(cast(Any, cls), failures[0].catchable_as if failures else ())
         return super(CheckpointException, also).__new__(also)
 
     def __init__(self, kind: str, checkpoint_id: str, rank_failures: Sequence[RankFailure]) -> None:

@@ -8,9 +8,10 @@ import pickle
 import cloudpickle
 import pytest
 import torch.distributed.checkpoint as torch_dcp
+from ray.exceptions import RayTaskError
 
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, StalledError, UnknownSchemeError
-from ray_dcp.protocol.failures import CheckpointException, RankFailure
+from ray_dcp.protocol.failures import CheckpointException, RankFailure, UntoldSaveError
 
 
 class OnlyHereError(LookupError):
@@ -55,6 +56,18 @@ def test_it_is_also_the_built_in_error_that_the_cause_is(cause, kinds, carry):
     assert type(arrived).__name__ == "CheckpointException"
     assert str(arrived) == str(failed(cause))
     assert (arrived.phase, arrived.failed_ranks) == ("open", (1,))
+
+
+@pytest.mark.parametrize(("cause", "kinds"), CAUGHT_AS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("tell", [lambda error: error, lambda error: UntoldSaveError.told_by(error, "load", None)])
+def test_ray_gives_it_to_who_has_called_an_actor_as_all_that_it_is(cause, kinds, tell):
+    """Ray makes a class that is both its own error and this one."""
+    raised = RayTaskError("save", "traceback", tell(failed(cause)))
+    for arrived in (raised, pickle.loads(pickle.dumps(raised))):
+        for kind in (*kinds, CheckpointException, torch_dcp.CheckpointException, RayTaskError):
+            with pytest.raises(kind) as caught:
+                raise arrived.as_instanceof_cause()
+            assert (caught.value.phase, caught.value.failed_ranks) == ("open", (1,))
 
 
 @pytest.mark.parametrize(
