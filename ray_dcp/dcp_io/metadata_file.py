@@ -271,39 +271,48 @@ def decode_python(content: IO[bytes], *, file: str, fqn: str, trusted: bool, map
         return read_scalar(content)
     except NotAScalarError:
         pass
-    start = content.tell()
+    if not trusted and _is_zip(content):
+        # Before torch's own restricted unpickler, which knows less, and tells of what it refuses by its repr: a file of
+        # some hundred bytes can hold lists whose repr takes all memory there is.
+        return _plain_value(content, file, fqn, map_location)
     try:
         return torch.load(content, map_location=map_location, weights_only=not trusted)
     except pickle.UnpicklingError as error:
         if trusted:
             raise CorruptCheckpointError(f"cannot be unpickled: {error}", file=file, fqn=fqn) from error
-        refused = error
+        raise _unsafe(error, file, fqn) from error
     except _UNREADABLE as error:
         if trusted and not isinstance(error, RuntimeError | EOFError | ValueError | KeyError):
             raise  # a class of the user's may raise anything
         raise CorruptCheckpointError(f"cannot be read: {_first_line(error)}", file=file, fqn=fqn) from error
-    content.seek(start)
-    return _plain_value(content, refused, file, fqn, map_location)
 
 
-def _plain_value(content: IO[bytes], refused: Exception, file: str, fqn: str, map_location: str) -> Any:
-    """What torch's own restricted unpickler does not know, and is a plain value of Python or numpy all the same."""
+def _is_zip(content: IO[bytes]) -> bool:
+    """A pickle of old has no zip file around it."""
+    begin = content.read(len(LOCAL_SIGNATURE))
+    content.seek(-len(begin), io.SEEK_CUR)
+    return begin == LOCAL_SIGNATURE
+
+
+def _plain_value(content: IO[bytes], file: str, fqn: str, map_location: str) -> Any:
+    """What is tensors and plain values of Python and numpy, and nothing else."""
     try:
-        if content.read(len(LOCAL_SIGNATURE)) != LOCAL_SIGNATURE:
-            raise refused  # a pickle of old, without a zip file around it
-        content.seek(-len(LOCAL_SIGNATURE), io.SEEK_CUR)
         with torch.serialization._open_zipfile_reader(content) as entries:
             return torch.serialization._load(entries, map_location, value_unpickler, encoding="utf-8")
     except pickle.UnpicklingError as error:
-        raise UnsafeDataError(
-            "holds a Python object outside the allow-list, and loading it could run code: "
-            f"{_first_line(error)}. Allow its class with torch.serialization.add_safe_globals, "
-            "or pass trusted=True if you trust whoever wrote this checkpoint",
-            file=file,
-            fqn=fqn,
-        ) from error
+        raise _unsafe(error, file, fqn) from error
     except _UNREADABLE as error:
         raise CorruptCheckpointError(f"cannot be read: {_first_line(error)}", file=file, fqn=fqn) from error
+
+
+def _unsafe(error: Exception, file: str, fqn: str) -> UnsafeDataError:
+    return UnsafeDataError(
+        "holds a Python object outside the allow-list, and loading it could run code: "
+        f"{_first_line(error)}. Allow its class with torch.serialization.add_safe_globals, "
+        "or pass trusted=True if you trust whoever wrote this checkpoint",
+        file=file,
+        fqn=fqn,
+    )
 
 
 def _first_line(error: BaseException) -> str:

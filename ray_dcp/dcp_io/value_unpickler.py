@@ -136,7 +136,9 @@ class Unpickler(_Base):
             return self._checked(called, _plain_calls()[id(called)], arguments)
         if id(called) in _torch_ids() or id(called) in self._user_ids:
             return called(*arguments)
-        raise pickle.UnpicklingError(f"a call of {called!r:.80} is not allowed")
+        # Not its repr: a file of some hundred bytes can hold lists whose repr takes all memory there is.
+        what = called.__qualname__ if isinstance(called, type) else f"a {type(called).__name__}"
+        raise pickle.UnpicklingError(f"a call of {what} is not allowed")
 
     def _checked(self, called: Any, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         try:

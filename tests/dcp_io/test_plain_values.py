@@ -464,6 +464,16 @@ def test_programs_by_hand_are_refused(program, tmp_path, monkeypatch):
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("ending", [b")R.", b")\x81.", b"}b.", b"K\x01a0(K\x01u."], ids=repr)
+def test_what_a_refusal_tells_of_is_not_spelled_out(ending):
+    """Lists of lists, each twice in the next: their text would take 2**60 bytes."""
+    lists = b"]\x94" + b"".join(b"]\x94(h%ch%ce" % (number, number) for number in range(60))
+    started = time.monotonic()
+    with pytest.raises(UnsafeDataError):
+        decoded(frame_pickle(b"\x80\x04" + lists + ending))
+    assert time.monotonic() - started < 5
+
+
 def test_a_function_among_the_values_is_refused_although_a_pickle_may_call_it():
     for program in (b"\x80\x02]c_codecs\nencode\na.", b"\x80\x02c_codecs\nencode\nq\x000h\x00\x85."):
         with pytest.raises(pickle.UnpicklingError, match="a function is among the values"):
