@@ -33,7 +33,8 @@ def memory_identity(value: torch.Tensor) -> Hashable:
     if local is None:
         return id(value)
     place = local.untyped_storage()._cdata if local.is_meta else local.data_ptr()
-    return place, local.storage_offset() if local.is_meta else 0, local.shape, local.stride(), local.dtype, local.device
+    layout = local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg()
+    return place, local.storage_offset() if local.is_meta else 0, layout, local.device
 
 
 def shared_memory(values: Mapping[str, torch.Tensor]) -> list[SharedMemory]:
@@ -67,8 +68,7 @@ def shared_memory(values: Mapping[str, torch.Tensor]) -> list[SharedMemory]:
         else:
             groups.append([number - 1, number])
     found = [group for meeting in groups for group in _touching([int(order[number]) for number in meeting], held)]
-    several = [group for group in found if len({fqns[number] for number in group}) > 1]
-    return [_described(group, fqns, values) for group in several] + tied_on_meta
+    return [_described(group, fqns, values) for group in found] + tied_on_meta
 
 
 def tied_to(values: Mapping[str, Any], wanted: Collection[str], lacking: Iterable[str]) -> set[str]:
@@ -82,7 +82,9 @@ def tied_to(values: Mapping[str, Any], wanted: Collection[str], lacking: Iterabl
 
 def _described(group: Sequence[int], fqns: Sequence[str], values: Mapping[str, torch.Tensor]) -> SharedMemory:
     names = tuple(sorted({fqns[number] for number in group}))
-    return SharedMemory(names, len({memory_identity(values[fqn]) for fqn in names}) == 1)
+    # Two parts of one value that share memory are at two places of it.
+    is_tied = len(names) == len(group) and len({memory_identity(values[fqn]) for fqn in names}) == 1
+    return SharedMemory(names, is_tied)
 
 
 def _tied_on_meta(values: Mapping[str, torch.Tensor]) -> list[SharedMemory]:

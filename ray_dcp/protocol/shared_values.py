@@ -31,7 +31,8 @@ def differing_values(
         if item.type == LoadItemType.TENSOR and item.dest_index.fqn in wanted:
             items[item.dest_index.fqn].append(item)
     return [
-        f"{joined(group.fqns)}: share memory in the template, and the checkpoint has different values for them; "
+        f"{joined(group.fqns)}: {'its chunks ' if len(group.fqns) == 1 else ''}share memory in the template, "
+        "and the checkpoint has different values for them; "
         "give each a tensor of its own, or leave some out with skip="
         for group in groups
         if not _agree(group, items, planner, reader)
@@ -85,7 +86,9 @@ class _Aside(DefaultLoadPlanner):
             if odd:
                 return False
             typed = memory[: len(memory) // target.itemsize * target.itemsize].view(target.dtype)
-            places.append(typed.as_strided(target.shape, target.stride(), offset))
+            place = typed.as_strided(target.shape, target.stride(), offset)
+            place = place.conj() if target.is_conj() else place
+            places.append(torch._neg_view(place) if target.is_neg() else place)
             places[-1].copy_(values)
         return all(_same_bits(place, values) for place, (_, values) in zip(places, read, strict=True))
 
@@ -100,7 +103,8 @@ def _agree_on_meta(read: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    plain = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
 
 
 __all__ = ["differing_values"]

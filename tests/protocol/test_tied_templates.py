@@ -175,3 +175,27 @@ class TestModulesOnMeta:
         state = {"a": torch.empty(0, 3, device="meta"), "b": torch.empty(2, device="meta")}
         load(state, tmp_path)
         assert [(value.device.type, tuple(value.shape)) for value in state.values()] == [("cpu", (0, 3)), ("cpu", (2,))]
+
+
+@READERS
+def test_a_conjugate_view_is_not_the_tensor_that_it_is_a_view_of(tmp_path, reader):
+    values = torch.complex(torch.arange(4.0), torch.arange(1.0, 5.0))
+    dcp.save({"a": values, "b": values.clone(), "c": values.conj().resolve_conj()}, checkpoint_id=tmp_path)
+    weight = torch.full((4,), NAN, dtype=torch.complex64)
+    with pytest.raises(CheckpointException, match="a, b: share memory in the template"):
+        load({"a": weight, "b": weight.conj()}, tmp_path, reader)
+    assert bool(weight.isnan().all())
+    load({"a": weight, "c": weight.conj()}, tmp_path, reader)
+    assert torch.equal(weight, values)
+
+
+@READERS
+def test_chunks_of_one_value_that_share_memory_need_equal_values(tmp_path, reader):
+    dcp.save({"w": torch.arange(8.0).reshape(4, 2), "v": torch.ones(4, 2)}, checkpoint_id=tmp_path)
+    chunk = torch.full((2, 2), NAN)
+    shards = dcp.LocalShards((4, 2), {(0, 0): chunk, (2, 0): chunk})
+    with pytest.raises(CheckpointException, match="w: its chunks share memory in the template"):
+        load({"w": shards}, tmp_path, reader)
+    assert bool(chunk.isnan().all())
+    load({"v": shards}, tmp_path, reader)
+    assert torch.equal(chunk, torch.ones(2, 2))
