@@ -85,6 +85,13 @@ _DIFFERENT = [
     np.array([1.0]),
     np.array([1.0], dtype=np.float32),
     np.array(["a"]),
+    np.array([[1.0], [2.0]]),
+    np.array([1.0, 2.0]),
+    np.array([]),
+    np.array([], dtype="M8[s]"),
+    np.array(["2026-01-01"], dtype="M8[D]"),
+    np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    np.array(3.0),
     np.array([None, 1], dtype=object),
     np.array([1, None], dtype=object),
     np.float32(1),
@@ -107,6 +114,12 @@ def test_values_are_taken_apart_the_same_way_each_time():
     assert value_digest(["abcd", "abcd", {}]) == value_digest([text, "abcd", {}]) == value_digest([text, text, {}])
     assert value_digest({"a": 1, "b": [2]}) == value_digest({"b": [2], "a": 1})
     assert value_digest(torch.arange(6.0).view(2, 3).t()) == value_digest(torch.arange(6.0).view(2, 3).t().contiguous())
+
+
+def test_arrays_count_by_their_values_however_they_lie():
+    array = np.arange(12.0).reshape(3, 4)
+    assert value_digest(array.T) == value_digest(np.ascontiguousarray(array.T)) != value_digest(array)
+    assert value_digest(array[::2, ::2]) == value_digest(array[::2, ::2].copy())
 
 
 def test_sets_have_one_digest_whatever_the_hash_seed():
