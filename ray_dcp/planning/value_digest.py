@@ -79,7 +79,8 @@ class _Walk:
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             self._name("array", value.dtype.descr, value.shape)
             # An index of a data set may be as large as the model: no copy of what is in order.
-            self._add(memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+            content: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            self._add(memoryview(content))
         elif isinstance(value, bytearray | complex | type) or (callable(value) and hasattr(value, "__qualname__")):
             self._add(pickle.dumps(value, 2))
         else:
