@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
 import time
@@ -15,11 +16,11 @@ import tenacity
 from ray_dcp.cluster import current
 from ray_dcp.cluster.coordinator_actor import ensure_coordinator
 from ray_dcp.cluster.link import CallLink, CoordinatorLink
-from ray_dcp.cluster.process import process_name, require_own_connection
+from ray_dcp.cluster.process import before_actor_ends, process_name, require_own_connection
 from ray_dcp.cluster.pulse import Pulse
 from ray_dcp.config import Limits
 from ray_dcp.errors import ConfigError, CoordinatorLostError, GroupError
-from ray_dcp.protocol.background import BackgroundSaves
+from ray_dcp.protocol.background import BackgroundSaves, finish_and_tell
 from ray_dcp.protocol.call import RemoteCall, phase
 from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.wire import CallId
@@ -89,6 +90,8 @@ class RankGroup:
         current.set_joined(group)
         if request.beats:
             atexit.register(group._end)  # no actor, whose death Ray would tell of
+        else:
+            _finish_before_actor_ends(request.limits.finish_timeout_s)
         return group
 
     def start_call(self, kind: str, checkpoint_id: str = "") -> RemoteCall:
@@ -161,6 +164,11 @@ class RankGroup:
 
     def __repr__(self) -> str:
         return f"RankGroup({self.name!r}, rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
+
+
+@functools.cache  # once in a process is enough
+def _finish_before_actor_ends(timeout_s: float) -> None:
+    before_actor_ends(lambda: finish_and_tell(timeout_s))
 
 
 @tenacity.retry(

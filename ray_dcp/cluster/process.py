@@ -6,6 +6,8 @@ import os
 import socket
 import sys
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 from ray_dcp.errors import ForkedProcessError
 
@@ -22,6 +24,29 @@ def process_name() -> str:
 def process_name_of(actor: object) -> str:
     """As ``process_name``, asked of an actor: Ray passes it the actor itself."""
     return process_name()
+
+
+def before_actor_ends(finish: Callable[[], None]) -> None:
+    """Have ``finish`` called when the actor that this process is ends by itself, while Ray still carries messages.
+
+    It may leave by ``sys.exit`` or ``exit_actor``, or nobody may hold its handle any more. Python's own hooks come too
+    late: Ray has gone by then, and who waits for an answer of another actor waits for nothing.
+    """
+    import ray
+
+    worker: Any = ray._private.worker.global_worker  # private: where that is no more, an actor ends without a word
+    actor_class: Any = type(getattr(worker, "actors", {}).get(worker.actor_id))  # one that Ray makes of the user's
+    users = getattr(actor_class, "__ray_shutdown__", None)
+
+    def shut_down(actor: Any) -> None:
+        try:
+            finish()
+        finally:
+            if users is not None:
+                users(actor)
+
+    if actor_class is not type(None):
+        actor_class.__ray_shutdown__ = shut_down
 
 
 def require_own_connection(pid: int | None = None) -> None:

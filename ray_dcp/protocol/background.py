@@ -248,6 +248,12 @@ def finish_saves() -> None:
         wait(running)
 
 
+def finish_and_tell(timeout_s: float) -> None:
+    """Wait, at most so long, for all saves of this process, which ends; what failed and nobody knows goes to stderr."""
+    wait(tuple(_untold), timeout=timeout_s)
+    _tell_of_untold()
+
+
 def _finish_and_tell() -> None:
     finish_saves()
     if multiprocessing.parent_process() is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ from ray.exceptions import ActorUnavailableError
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
+from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import GroupError, JoinTimeoutError, OutOfStepError, RankConflictError, StaleGenerationError
 from tests.actors import RankActor, SharedRanks
 
@@ -263,6 +265,42 @@ def close_after_barrier(name, rank, world_size):
     except GroupError as error:
         return "closed" in str(error) and dcp.current_group() is None
     return False
+
+
+class SlowWriter(StoreWriter):
+    def write_data(self, plan, planner):
+        time.sleep(1)
+        return super().write_data(plan, planner)
+
+
+@ray.remote(num_cpus=0.1)
+class EndsByItself:
+    """An actor of a user's own, whose stderr is a file."""
+
+    def __init__(self, folder) -> None:
+        self.group = dcp.RankGroup.join(f"of-{folder.name}", rank=0, world_size=1)
+        self.folder = folder
+
+    def save_and_end(self, how) -> None:
+        sys.stderr = open(self.folder / "stderr", "w")  # noqa: SIM115 - for the rest of its life
+        self.response = dcp.async_save({"a": torch.ones(2)}, storage_writer=SlowWriter(self.folder / "saved"))
+        how()
+
+    def __ray_shutdown__(self) -> None:
+        (self.folder / "ended").touch()
+
+
+@pytest.mark.parametrize("how", [sys.exit, lambda: None], ids=["exit", "handle dropped"])
+def test_an_actor_that_ends_by_itself_says_what_became_of_its_save_and_leaves_no_files(ray_session, tmp_path, how):
+    actor = EndsByItself.remote(tmp_path)
+    ended = actor.save_and_end.remote(how)
+    del actor
+    ray.wait([ended])
+    until((tmp_path / "ended").exists, 30)  # the user's own hook comes after ours
+    text = (tmp_path / "stderr").read_text()
+    assert "an asynchronous save failed, and nobody had asked" in text
+    assert "RankLostError" in text
+    assert not list((tmp_path / "saved").glob("*"))
 
 
 def test_the_coordinator_ends_with_the_last_rank_that_closes(ranks):
