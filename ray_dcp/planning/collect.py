@@ -7,7 +7,7 @@ back to where it was found: plain ones to their dict or list, a ``Stateful``'s t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.flat import LEAVES, in_key_order
+from ray_dcp.planning.flat import LEAVES, flat_state, in_key_order
 from ray_dcp.planning.meta_modules import give_state
 from ray_dcp.planning.per_rank import OneRanksValue, PerRank
+from ray_dcp.planning.template_memory import is_meta
+from ray_dcp.wording import joined
 
 _NEVER_STATEFUL = frozenset((int, float, str, bytes, bool, type(None), dict, list, tuple, OrderedDict))
 _MAX_DEPTH = 200
@@ -145,10 +147,13 @@ class CollectedTemplate:
         """Each with its name."""
         return [(slot.fqn, slot.stateful) for slot in self._slots]
 
-    def restore(self, is_wanted: Callable[[str], bool] = lambda fqn: True) -> None:
+    def restore(
+        self, is_wanted: Callable[[str], bool] = lambda fqn: True, on_meta: Collection[str] = frozenset()
+    ) -> None:
         """Give everything back to where it was found, what lies inside of a ``Stateful`` first.
 
-        A ``Stateful`` whose name is not wanted is left alone.
+        A ``Stateful`` whose name is not wanted is left alone. Raises ``StateDictError`` for one that keeps tensors on
+        meta: ``on_meta`` has the names of those that were there, and have been loaded.
         """
         held = {(id(slot.container), slot.key) for slot in self._slots}
         copies = {id(copy) for _, copy in self._copies}
@@ -162,6 +167,8 @@ class CollectedTemplate:
         for slot in self._slots:
             if is_wanted(slot.fqn):
                 give_state(slot.stateful, slot.container[slot.key])
+                if on_meta:
+                    _require_taken(slot.stateful, slot.fqn, on_meta)
 
     def _fill_in(self, copy: Any, name: str, problems: list[str]) -> None:
         """Replace in the dict or list ``copy`` what must be: ``Stateful``s, and what leads to them."""
@@ -195,6 +202,18 @@ class CollectedTemplate:
         if is_own:
             self._copies.insert(at, (value, copy))
         return copy
+
+
+def _require_taken(stateful: Stateful, fqn: str, on_meta: Collection[str]) -> None:
+    """Raise if what was loaded for a ``Stateful`` is not in it: copied, as torch does it, into what has no memory."""
+    asked = on_meta if any(name.startswith(f"{fqn}.") for name in on_meta) else ()
+    held = flat_state(collect_state({fqn: stateful}, rank=0))[0] if asked else {}
+    left = [name for name in sorted(asked) if isinstance(value := held.get(name), torch.Tensor) and is_meta(value)]
+    if left:
+        raise StateDictError(
+            f"{fqn}: its load_state_dict() left on the meta device what was loaded: {joined(left)}. Have it load with "
+            "assign=True, or call to_empty(device=...) before the load"
+        )
 
 
 def _copy(value: Mapping[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:

@@ -72,6 +72,11 @@ class TemplatePlanner(DefaultLoadPlanner):
         """Whether ``resolve_tensor`` makes nothing: it may be called long before its tensor is filled."""
         return type(self).resolve_tensor is TemplatePlanner.resolve_tensor
 
+    @property
+    def on_meta(self) -> frozenset[str]:
+        """The names of the template's tensors that had no memory, and were given some to be filled."""
+        return self._memory.on_meta
+
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:

@@ -30,6 +30,11 @@ class TemplateMemory:
         """``tensor``, on meta, will be filled."""
         self._on_meta[fqn] = tensor
 
+    @property
+    def on_meta(self) -> frozenset[str]:
+        """The names of the template's own tensors among them."""
+        return frozenset(self._on_meta.keys() - self._to_make.keys())
+
     def made(self) -> dict[str, torch.Tensor]:
         """Each of them with memory, by name; names of one meta tensor get one."""
         made: dict[str, torch.Tensor] = {}

@@ -376,7 +376,8 @@ def _restore(request: LoadRequest, template: _Template, call: Call, *, together:
     """Put everything in place; ``together``, return when all ranks have."""
     with phase(call, "restore"):
         reached(Point.BEFORE_RESTORE)
-        template.collected.restore(functools.partial(_is_restored, request))
+        on_meta = request.planner.on_meta if isinstance(request.planner, TemplatePlanner) else frozenset[str]()
+        template.collected.restore(functools.partial(_is_restored, request), on_meta)
         reached(Point.AFTER_RESTORE)
         if together:
             call.exchange("restore", None)

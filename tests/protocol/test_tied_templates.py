@@ -177,6 +177,52 @@ class TestModulesOnMeta:
         assert [(value.device.type, tuple(value.shape)) for value in state.values()] == [("cpu", (0, 3)), ("cpu", (2,))]
 
 
+class Holder:
+    """As in torch's tutorials: a module in an object that is asked for its state."""
+
+    def __init__(self, module) -> None:
+        self.module = module
+
+    def state_dict(self):
+        return {"net": self.module.state_dict()}
+
+    def load_state_dict(self, state) -> None:
+        self.module.load_state_dict(state["net"])
+
+
+class Assigning(Holder):
+    def load_state_dict(self, state) -> None:
+        self.module.load_state_dict(state["net"], assign=True)
+
+
+class Own(torch.nn.Linear):
+    def load_state_dict(self, state_dict, strict=True):
+        return super().load_state_dict(state_dict, strict)
+
+
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
+class TestAStatefulThatCopiesIntoMeta:
+    @pytest.mark.parametrize(
+        "kind",
+        [lambda: Holder(torch.nn.Linear(2, 2)), lambda: Own(2, 2), lambda: Holder(Holder(torch.nn.Linear(2, 2)))],
+    )
+    def test_it_is_told_that_what_was_loaded_is_not_there(self, tmp_path, kind):
+        dcp.save({"a": kind()}, checkpoint_id=tmp_path, no_dist=True)
+        with torch.device("meta"):
+            template = {"a": kind()}
+        with pytest.raises(CheckpointException, match=r"left on the meta device what was loaded: a\.(net\.)*bias"):
+            load(template, tmp_path)
+
+    def test_one_that_assigns_has_its_values(self, tmp_path):
+        saved = torch.nn.Linear(2, 2)
+        dcp.save({"a": Holder(saved)}, checkpoint_id=tmp_path, no_dist=True)
+        with torch.device("meta"):
+            module = torch.nn.Linear(2, 2)
+        load({"a": Assigning(module)}, tmp_path, only="a.net.weight")
+        assert torch.equal(module.weight, saved.weight)
+        assert module.bias.is_meta
+
+
 @READERS
 def test_a_conjugate_view_is_not_the_tensor_that_it_is_a_view_of(tmp_path, reader):
     values = torch.complex(torch.arange(4.0), torch.arange(1.0, 5.0))
