@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import copy
 import io
+import pickle
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from ray_dcp.dcp_io.metadata_file import decode_python
 from ray_dcp.errors import CorruptCheckpointError, ObjectTooShortError, StateDictError
 from ray_dcp.maintenance.convert_memory import empty_tensor
 from ray_dcp.planning.containers import Containers, containers_of
-from ray_dcp.planning.flat import flat_state
+from ray_dcp.planning.flat import LEAVES, flat_state, unstorable_names
 from ray_dcp.storage.reading import get_into
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import join_url
@@ -101,11 +102,12 @@ class TorchFile:
         except StateDictError as error:
             raise StateDictError(f"{self._where}: {str(error).splitlines()[0]}", error.problems) from error
         except RecursionError as error:
-            raise StateDictError(f"{self._where}: {error}") from error
+            raise StateDictError(f"{self._where}: it contains itself, or is nested too deep") from error
         self.leaves: dict[str, Any] = leaves
         """By name: tensors without values, and Python values whose tensors have none."""
         self.paths: dict[str, tuple[str | int, ...]] = paths
-        problems = [f"{name}: {problem}" for name, leaf in leaves.items() if (problem := _problem(leaf))]
+        problems = unstorable_names(leaves)
+        problems += [f"{name}: {problem}" for name, leaf in leaves.items() for problem in _problems(leaf)]
         if problems:
             raise StateDictError(f"{self._where} holds values that cannot be converted", problems)
 
@@ -116,17 +118,18 @@ class TorchFile:
         return self._filled(self.leaves[name], name)
 
     def _filled(self, value: Any, name: str) -> Any:
-        """``value`` with the tensors in it read."""
-        if isinstance(value, torch.Tensor):
-            return self._with_values(value, name)
-        if isinstance(value, Mapping):
-            filled: Any = copy.copy(value)
-            for key, entry in value.items():
-                filled[key] = self._filled(entry, name)
-            return filled
-        if type(value) in (list, tuple, set):
-            return type(value)(self._filled(entry, name) for entry in value)
-        return value
+        """``value``, or a copy of it with the tensors in it read, whatever holds them."""
+        found = _TensorsIn(value).tensors
+        if not found:
+            return value
+        # A copy looks up what has been copied already: there it finds each tensor with its values.
+        return copy.deepcopy(value, {id(tensor): self._like(tensor, name) for tensor in found})
+
+    def _like(self, empty: torch.Tensor, name: str) -> torch.Tensor:
+        read = self._with_values(empty, name)
+        if isinstance(empty, torch.nn.Parameter):
+            return torch.nn.Parameter(read, empty.requires_grad)
+        return read.requires_grad_(empty.requires_grad)
 
     def _with_values(self, empty: torch.Tensor, name: str) -> torch.Tensor:
         itemsize, storage = empty.dtype.itemsize, empty.untyped_storage()
@@ -140,7 +143,10 @@ class TorchFile:
         offset: Any = storage._checkpoint_offset
         held = self._read(offset, storage.nbytes(), start, nbytes, name)
         stored = held.view(empty.dtype).as_strided(empty.shape, empty.stride())
-        return stored if stored.is_contiguous() else empty_tensor(empty.shape, empty.dtype).copy_(stored)
+        stored = stored.conj() if empty.is_conj() else stored
+        stored = torch._neg_view(stored) if empty.is_neg() else stored
+        is_plain = stored.is_contiguous() and not (stored.is_conj() or stored.is_neg())
+        return stored if is_plain else empty_tensor(empty.shape, empty.dtype).copy_(stored)
 
     def _read(self, offset: int, storage_nbytes: int, start: int, nbytes: int, name: str) -> torch.Tensor:
         """``nbytes`` from ``start`` of the storage at ``offset``; checked where that is all of it."""
@@ -182,13 +188,42 @@ class TorchFile:
             raise CorruptCheckpointError(f"no readable zip file: {error}", file=self._where) from error
 
 
-def _problem(leaf: Any) -> str | None:
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    if leaf.layout != torch.strided or leaf.is_nested:
-        return f"a tensor of layout {leaf.layout} has no rectangular values"
-    if leaf.is_quantized:
+class _TensorsIn(pickle.Pickler):
+    """Finds the tensors in a value by pickling it, since a pickler is shown every object."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self.has_storages = False
+        self.dump(value)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            self.tensors.append(obj)
+            return str, ()
+        if isinstance(obj, torch.storage.TypedStorage | torch.UntypedStorage):
+            self.has_storages = True
+            return str, ()
+        return NotImplemented
+
+
+def _problems(leaf: Any) -> Iterator[str]:
+    if isinstance(leaf, torch.Tensor):
+        problem = _problem(leaf)
+        if problem:
+            yield problem
+    elif type(leaf) not in LEAVES:
+        found = _TensorsIn(leaf)
+        yield from (f"in a {type(leaf).__name__}, {problem}" for one in found.tensors if (problem := _problem(one)))
+        if found.has_storages:
+            yield f"in a {type(leaf).__name__}, a storage without its tensor"
+
+
+def _problem(tensor: torch.Tensor) -> str | None:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"a tensor of layout {tensor.layout} has no rectangular values"
+    if tensor.is_quantized:
         return "a quantized tensor"
-    if not hasattr(leaf.untyped_storage(), "_checkpoint_offset"):
+    if getattr(tensor.untyped_storage(), "_checkpoint_offset", None) is None:
         return "a meta tensor has no values"
     return None

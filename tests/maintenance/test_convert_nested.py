@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -146,3 +148,47 @@ def test_an_ordered_dict_as_the_whole_state_is_one_again(tmp_path):
     model = torch.nn.Linear(2, 3)
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "c", no_dist=True)
     assert type(torch.load(run(tmp_path / "c", tmp_path / "out.pt"), weights_only=True)) is OrderedDict
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_tensors_come_over_whatever_python_value_holds_them(tmp_path, to):
+    weight = torch.arange(6.0)
+    rotated, other = (torch.tensor([1 + 2j, 3 - 1j]).conj() for _ in range(2))
+    saved = {
+        "queue": deque([weight, weight[2:4]]),
+        "names": SimpleNamespace(inner=SimpleNamespace(t=weight[1:2])),
+        "array": np.array([weight[4:], None], dtype=object),
+        "slice": slice(weight[:1], None),
+        "parameter": (torch.nn.Parameter(weight[3:]),),
+        "views": (rotated, other.imag),
+        "rotated": rotated,
+        "imaginary": other.imag,
+    }
+    torch.save(saved, tmp_path / "in.pt")
+    out = run(tmp_path / "in.pt", tmp_path / "out", to=to)
+    if to == "dcp":
+        found = dict.fromkeys(saved)
+        dcp.load(found, checkpoint_id=out, no_dist=True)
+    else:
+        found = torch.load(out, weights_only=False)
+    assert repr(found) == repr(saved)
+    assert torch.equal(found["rotated"], rotated)
+    assert torch.equal(found["views"][1], other.imag)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (torch.ones(2, device="meta"), "x: a meta tensor has no values"),
+        (deque([torch.ones(2, device="meta")]), "x: in a deque, a meta tensor has no values"),
+        ((torch.ones(2).to_sparse(),), "x: in a tuple, a tensor of layout torch.sparse_coo has no rectangular values"),
+        ((torch.ones(2).untyped_storage(),), "x: in a tuple, a storage without its tensor"),
+        ({"\ud800": 1}, "'x.\\ud800': no text that can be stored; give it another key"),
+    ],
+)
+def test_what_a_torch_file_has_no_values_for_is_refused_by_name_and_leaves_nothing(tmp_path, value, problem):
+    torch.save({"x": value, "ok": torch.ones(1)}, tmp_path / "in.pt")
+    with pytest.raises(StateDictError) as caught:
+        run(tmp_path / "in.pt", tmp_path / "out", to="dcp")
+    assert caught.value.problems == (problem,)
+    assert not (tmp_path / "out").exists()
