@@ -99,9 +99,22 @@ def compare(
         missing=tuple(sorted(missing)),
         unexpected=tuple(sorted(unexpected)),
         problems=tuple(sorted(found)),
-        lacking=tuple(_line(fqn, near, advice) for fqn in sorted(missing.difference(told))),
+        lacking=tuple(
+            _of_ranks(fqn, world_sizes) or _line(fqn, near, advice) for fqn in sorted(missing.difference(told))
+        ),
         advice=advice,
         finds=finds,
+    )
+
+
+def _of_ranks(fqn: str, world_sizes: Mapping[str, int]) -> str:
+    """What to tell of an empty place whose values are those of single ranks, of another number; else nothing."""
+    base = next((base for base in sorted(world_sizes) if base.startswith(f"{fqn}.")), None)
+    if base is None:
+        return ""
+    return (
+        f"{fqn}: Missing key: {base} has a value of each of {world_sizes[base]} ranks, and none for this number: "
+        "pass PerRank(..., reshard=function(values, rank, world_size)) there"
     )
 
 

@@ -168,3 +168,13 @@ def test_per_rank_values_of_another_number_of_ranks_stay_out_and_are_named(tmp_p
     (report,) = require_no_errors(ThreadRanks(1).load([template], tmp_path / "c"))
     assert template == {"x": {"n": 1}}
     assert report.unexpected == ("x.c",)
+
+
+def test_where_only_values_of_other_ranks_would_go_a_per_rank_is_asked_for(tmp_path):
+    state = {"w": torch.ones(1)}
+    require_no_errors(ThreadRanks(2).save(lambda rank: {"loader": {"at": PerRank(rank)}, **state}, tmp_path))
+    template = {"loader": {}, "w": torch.zeros(1)}
+    (error,) = ThreadRanks(1).load([template], tmp_path)
+    (problem,) = error.__cause__.problems
+    assert problem.startswith("loader: Missing key: loader.at has a value of each of 2 ranks, and none for this number")
+    assert template == {"loader": {}, "w": torch.zeros(1)}
