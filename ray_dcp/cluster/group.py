@@ -143,6 +143,8 @@ class RankGroup:
 
     def _leave(self) -> None:
         self._pulse.end()
+        if not self._link.is_connected:
+            return  # it was seen to leave with its connection
         for _ in range(2):  # a coordinator that is just starting again must not wait for this rank
             try:
                 ray.get(self._link.handle.leave.remote(self.generation, self.rank), timeout=10)

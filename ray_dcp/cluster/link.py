@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from ray_dcp.config import Limits
-from ray_dcp.errors import CoordinatorLostError
+from ray_dcp.errors import CoordinatorLostError, GroupError
 from ray_dcp.protocol.failures import RankFailure
 from ray_dcp.protocol.wire import CallId
 
@@ -27,10 +27,17 @@ class CoordinatorLink:
         self._limits = limits
         self._find = find
         self._handle = find()
+        self._connection = _connection()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether this process is still connected to the cluster in which it joined."""
+        return self._connection == _connection()
 
     @property
     def handle(self) -> Any:
-        """Of the coordinator as last seen."""
+        """Of the coordinator as last seen. Raises ``GroupError`` after ``ray.shutdown()``."""
+        self._require_connected()
         return self._handle
 
     def ask(self, reference: Any) -> Any:
@@ -40,6 +47,7 @@ class CoordinatorLink:
         """
         knock, knocked_s = None, time.monotonic()
         while True:
+            self._require_connected()
             try:
                 with suppress(GetTimeoutError):
                     return ray.get(reference, timeout=_LOOK_EVERY_S).unwrap()
@@ -57,6 +65,7 @@ class CoordinatorLink:
         """Return when there is a coordinator again. Raises ``CoordinatorLostError`` when none comes in time."""
         deadline = time.monotonic() + self._limits.coordinator_timeout_s
         while True:
+            self._require_connected()
             try:
                 self._handle = self._find()
                 return
@@ -64,6 +73,14 @@ class CoordinatorLink:
                 if time.monotonic() > deadline:
                     raise CoordinatorLostError(_first_line(error), group=self.group) from error
             time.sleep(_RETRY_S)
+
+    def _require_connected(self) -> None:
+        """A message of a process that is in no cluster would start a cluster of its own."""
+        if not self.is_connected:
+            raise GroupError(
+                "this process has left the Ray cluster in which it joined (ray.shutdown()). Join again",
+                group=self.group,
+            )
 
     def _give_up_on_frozen(self) -> None:
         """Have Ray replace a coordinator whose process does not even say its generation."""
@@ -95,6 +112,14 @@ class CallLink:
     def reconnect(self) -> None:
         self._again = True
         self._link.reconnect()
+
+
+def _connection() -> tuple[str, str] | None:
+    """Names this process's connection to a cluster; None without one."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
 
 
 def _first_line(error: BaseException) -> str:

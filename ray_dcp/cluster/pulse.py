@@ -73,8 +73,8 @@ class Pulse:
 
     def _run(self) -> None:
         while self._wait_for_work():
-            if not ray.is_initialized():
-                return  # this process has left the cluster; a message would start a cluster of its own
+            if not self._link.is_connected:
+                return  # this process has left the cluster
             try:
                 self._beat()
                 self._tell_progress()

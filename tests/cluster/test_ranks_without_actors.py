@@ -81,3 +81,33 @@ def test_a_program_that_is_busy_for_longer_than_the_limit_is_not(actor):
         assert outcome == "met"
         assert program.stdout.read() == "joined\nmet\n"
         assert program.wait(60) == 0
+
+
+LEAVES_THE_CLUSTER = """
+import sys, ray
+import ray_dcp as dcp
+ray.init(address=sys.argv[1], log_to_driver=False)
+group = dcp.RankGroup.join("left", rank=0, world_size=1)  # not closed: that happens at exit
+ray.shutdown()
+try:
+    dcp.save({"a": 1}, checkpoint_id=sys.argv[2], group=group)
+except dcp.CheckpointException as error:
+    print(error)
+print("connected:", ray.is_initialized())
+"""
+
+
+def test_a_program_that_leaves_the_cluster_is_told_so_and_starts_no_other_one(ray_session, tmp_path):
+    address = ray.get_runtime_context().gcs_address
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES_THE_CLUSTER, address, str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        timeout=120,
+    )
+    assert "this process has left the Ray cluster in which it joined" in ended.stdout
+    assert ended.stdout.endswith("connected: False\n")
+    assert "Traceback" not in ended.stderr
+    assert "Started a local Ray instance" not in ended.stderr
+    assert ended.returncode == 0
