@@ -121,7 +121,8 @@ def plan_convert(source: str | os.PathLike[str], dest: str | os.PathLike[str], o
     kept = {planned.value.name for planned in values}
     left_out = [value.name for value in opened.values if value.name not in kept]
     if not values:
-        raise ConfigError("SOURCE", f"the options leave out all that {shown_url(opened.location)} holds")
+        source_holds = "the options leave out all that {} holds" if left_out else "{} holds nothing"
+        raise ConfigError("SOURCE", source_holds.format(shown_url(opened.location)))
     if kind == "safetensors":
         _require_storable(values)
     folder, key = (where, "") if kind == "dcp" else _file_place(where, kind)

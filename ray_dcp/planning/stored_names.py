@@ -120,6 +120,8 @@ def _fits(patterns: Mapping[str, re.Pattern[str]], fqn: str) -> bool:
 
 
 def _patterns(setting: str, patterns: str | Collection[str] | None) -> dict[str, re.Pattern[str]]:
+    if not isinstance(patterns, str | Collection | None) or isinstance(patterns, bytes):
+        raise ConfigError(setting, f"is a name, or several in a list, not {patterns!r}")
     listed = [patterns] if isinstance(patterns, str) else list(patterns or ())
     for pattern in listed:
         if not isinstance(pattern, str) or not pattern:

@@ -278,6 +278,12 @@ def test_a_checkpoint_has_a_manifest_with_checksums(tmp_path):
 # Which values, under which names.
 
 
+def test_a_file_that_holds_nothing_is_called_so(tmp_path):
+    torch.save({}, tmp_path / "empty.pt")
+    with pytest.raises(ConfigError, match=r"empty.pt holds nothing"):
+        run(tmp_path / "empty.pt", tmp_path / "c", to="dcp")
+
+
 def test_patterns_choose_names(tmp_path):
     place = write("dcp", tmp_path, {f"{part}.{n}": torch.ones(1) for part in ("enc", "dec") for n in range(3)})
     plan = plan_convert(

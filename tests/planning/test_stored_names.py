@@ -94,7 +94,16 @@ def test_a_pattern_that_fits_nothing_is_refused_by_name(saved, setting):
 
 @pytest.mark.parametrize(
     "options",
-    [{"only": []}, {"only": [""]}, {"skip": [3]}, {"rename": {"(": ""}}, {"rename": {"a": r"\1"}}, {"rename": "model"}],
+    [
+        {"only": []},
+        {"only": [""]},
+        {"skip": [3]},
+        {"only": 5},
+        {"skip": b"w"},
+        {"rename": {"(": ""}},
+        {"rename": {"a": r"\1"}},
+        {"rename": "model"},
+    ],
     ids=str,
 )
 def test_bad_patterns_name_the_setting(saved, options):
