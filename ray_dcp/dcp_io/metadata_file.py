@@ -232,14 +232,19 @@ def _is_well_formed(saved: Any) -> bool:
 
 
 def _require_places(metadata: Metadata, file: str) -> None:
-    """What is missing altogether is left to whoever looks for it; a user's own writer may have put anything."""
+    """A name without a place is left to whoever looks for it; a user's own writer may have put anything else."""
     for index, info in (metadata.storage_data or {}).items():
-        if not isinstance(info, _StorageInfo):
-            continue
-        numbers = getattr(info, "offset", 0), getattr(info, "length", 0)
-        if not isinstance(getattr(info, "relative_path", ""), str) or not _are_counts(numbers):
+        if isinstance(info, _StorageInfo) and not _is_place(info):
             fqn = str(getattr(index, "fqn", ""))
             raise CorruptCheckpointError("is no readable metadata: a place in it is none", file=file, fqn=fqn)
+
+
+def _is_place(info: _StorageInfo) -> bool:
+    """Whether it is all there: a pickle may make one without what its class always has."""
+    try:
+        return isinstance(info.relative_path, str) and _are_counts((info.offset, info.length))
+    except AttributeError:
+        return False
 
 
 def _are_counts(numbers: Iterable[Any]) -> bool:

@@ -225,6 +225,14 @@ class TestMetadata:
             decode_metadata(encode_metadata(metadata), file="f")
         assert caught.value.fqn == "n"
 
+    @pytest.mark.parametrize("part", ["relative_path", "offset", "length"])
+    def test_a_place_that_lacks_a_part_is_corrupt_and_told_with_its_name(self, part):
+        metadata = metadata_of()
+        del vars(metadata.storage_data[MetadataIndex("n")])[part]
+        with pytest.raises(CorruptCheckpointError, match="a place in it is none") as caught:
+            decode_metadata(pickle.dumps(metadata), file="f")
+        assert caught.value.fqn == "n"
+
     def test_a_truncated_one_is_corrupt_wherever_it_ends(self):
         content = encode_metadata(metadata_of())
         for end in range(len(content)):
