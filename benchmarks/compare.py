@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -76,7 +77,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "scalars (20,000), replicas (a model whole on each rank, compared or not), async, "
         "spread (saved by 2 ranks, loaded by 8) (default: all)",
     )
-    parser.add_argument("--runs", type=int, default=7, help="timed runs of each side (default: 7)")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=8,
+        help="timed runs of each side; an even number has both orders of what shares a turn equally often (default: 8)",
+    )
+    parser.add_argument(
+        "--seed", type=int, help="of the order of the sides in each round, to have the same again (default: by chance)"
+    )
     parser.add_argument(
         "--size",
         type=_nbytes,
@@ -98,6 +107,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", metavar="FILE", help="write the same data here, with every single run")
     options = parser.parse_args(arguments)
+    if options.seed is None:
+        options.seed = secrets.randbelow(10**6)
     if options.runs < 1:
         parser.error("--runs must be at least 1")
     if options.folder is not None and not os.path.isdir(options.folder):
@@ -122,7 +133,7 @@ def _compare(options: argparse.Namespace, console: Any) -> dict[str, Any]:
     company = machine.Company(own_load=NUM_RANKS)
     with _temporary_folder(options.folder) as folder:
         where = machine.this_machine(folder)
-        console.print(tables.heading(where, sides, options.runs), highlight=False)
+        console.print(tables.heading(where, sides, options.runs, options.seed), highlight=False)
         console.print(tables.banner(company.objections_at_start()))
         # Asked while Ray runs: what its processes have done cannot be told from a stranger's work once they are gone.
         results, spread, objections = _measure(options, sides, folder, console, company.objections)
@@ -137,6 +148,7 @@ def _compare(options: argparse.Namespace, console: Any) -> dict[str, Any]:
         "quick": options.quick,
         "verified": verified,
         "num_runs": options.runs,
+        "seed": options.seed,
         "machine": dataclasses.asdict(where),
         "load_at_start": company.load_at_start,
         "durability": {side: DURABILITY[side] for side in sides},
@@ -162,7 +174,7 @@ def _measure(
     known = workloads.all_workloads(size, *counts)
     chosen = [known[name] for name in known if name in options.workloads]
     spreads = [workloads.spread(size, num_readers)] if "spread" in options.workloads else []
-    num_steps = sum(rounds.num_steps(workload, sides, options.runs) for workload in chosen)
+    num_steps = len(chosen) * rounds.num_steps(sides, options.runs)
     with contextlib.ExitStack() as until_done:
         steps = tables.Steps(console, num_steps + len(spreads) * spread.num_steps(sides))
         step = until_done.enter_context(steps).begin
@@ -172,7 +184,7 @@ def _measure(
         for side in sides:
             ranks.run("try_out", side, f"{folder}/try-out-{side}")
         on = rounds.Place(ranks, cluster.coordinator_of(ranks), folder)
-        results = [rounds.measure_workload(workload, sides, on, options.runs, step) for workload in chosen]
+        results = [rounds.measure_workload(each, sides, on, options.runs, options.seed, step) for each in chosen]
         read = [spread.measure_spread(each, sides, on, cluster.readers, step) for each in spreads]
         return results, read, objections()
 

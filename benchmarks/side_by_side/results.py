@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from side_by_side.orders import Order
 from side_by_side.probes import Limit
 from side_by_side.sides import RAY_DCP
 
@@ -104,6 +105,11 @@ class Measure:
     def ratio_of_medians(self, other: str) -> float:
         return self.figures[other].median_s / self.figures[RAY_DCP].median_s
 
+    def times_as_long_as(self, other: str) -> float:
+        """How ray_dcp compares with a side that shares its turns: the median of the ratios of each round."""
+        pairs = zip(self.figures[RAY_DCP].runs_s, self.figures[other].runs_s, strict=True)
+        return statistics.median(own_s / other_s for own_s, other_s in pairs)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
@@ -113,6 +119,8 @@ class WorkloadResult:
     measures: Sequence[Measure]
     disk_nbytes: Mapping[str, int]
     """Of all files of a checkpoint, by side."""
+    orders: Sequence[Order]
+    """Of the timed rounds."""
 
     @property
     def others(self) -> list[str]:
@@ -140,6 +148,7 @@ class WorkloadResult:
             "verified": self.verified,
             "disk_nbytes": dict(self.disk_nbytes),
             "ratio_of_sizes": {other: self.ratio_of_sizes(other) for other in self.others},
+            "orders": self.orders,
             "measures": [_measure_as_json(measure) for measure in self.measures],
         }
 

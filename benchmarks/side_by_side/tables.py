@@ -48,14 +48,14 @@ class Steps:
         self._begun = True
 
 
-def heading(machine: Machine, sides: Sequence[str], num_runs: int) -> str:
+def heading(machine: Machine, sides: Sequence[str], num_runs: int, seed: int) -> str:
     """Describe in a few lines what is compared, and where."""
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     durable = "\n".join(f"  {side}: {DURABILITY[side]}" for side in sides)
     return (
         f"{versions}\n{machine.num_cpus} CPUs, {show_nbytes(machine.memory_nbytes)}, Linux {machine.kernel}, "
         f"checkpoints on {machine.filesystem}\nTwo ranks, the same two processes for all sides; "
-        f"{num_runs} runs of each, interleaved A, B, B, A\nDurable when a save returns:\n{durable}"
+        f"{num_runs} runs of each, in orders drawn with --seed {seed}\nDurable when a save returns:\n{durable}"
     )
 
 

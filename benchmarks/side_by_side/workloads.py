@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from side_by_side.probes import Limit
@@ -47,9 +47,10 @@ class Workload:
     def measures_of(self, side: str) -> tuple[str, ...]:
         return {UNCHECKED: self.unchecked, UNCOMPARED: self.uncompared}.get(side, self.measures)
 
-    def sides(self, compared: Sequence[str]) -> list[str]:
-        """In the order in which they take turns."""
-        return [*compared, *[side for side in (UNCHECKED, UNCOMPARED) if self.measures_of(side)]]
+    @property
+    def variants(self) -> list[str]:
+        """Of ray_dcp, each to be compared with it alone."""
+        return [side for side in (UNCHECKED, UNCOMPARED) if self.measures_of(side)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,14 +36,19 @@ def compare(*options, timeout_s=400):
 def test_a_quick_run_measures_and_verifies_every_workload_on_both_sides(tmp_path):
     folder, figures = tmp_path / "disk", tmp_path / "figures.json"
     folder.mkdir()
-    ended = compare("--quick", "--runs", 1, "--no-torch-best", "--json", figures, "--folder", folder)
+    ended = compare("--quick", "--runs", 1, "--seed", 5, "--no-torch-best", "--json", figures, "--folder", folder)
+    assert "--seed 5" in ended.stdout
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = json.loads(figures.read_text())
     assert not report["valid"]
     assert report["verified"]
+    assert report["seed"] == 5
     assert {result["name"]: [m["name"] for m in result["measures"]] for result in report["workloads"]} == MEASURES
     for result in report["workloads"]:
         assert set(result["disk_nbytes"]) == {"torch", "ray_dcp"}
+        (order,) = result["orders"]
+        assert ["torch"] in order
+        assert len(order) == 2
         for measure in result["measures"]:
             check_measure(measure, VARIANTS.get((result["name"], measure["name"]), set()))
     (spread,) = report["spread"]

@@ -27,7 +27,7 @@ def lines(side_by_side):
     """The lines of one workload, by name."""
 
     def make(name, measures, **disk_nbytes):
-        result = side_by_side("results").WorkloadResult(name, name, GIB, measures, disk_nbytes)
+        result = side_by_side("results").WorkloadResult(name, name, GIB, measures, disk_nbytes, orders=[])
         return {line.name: line for line in side_by_side("targets").lines_of([result], [])}
 
     return make
@@ -58,6 +58,12 @@ def test_shares_of_the_limit_are_by_medians_and_by_minima(measured, lines):
 def test_comparing_replicas_costs_what_a_save_takes_longer_than_without(measured, lines):
     save = measured("save", {"torch": [3, 3, 3], "ray_dcp": [1, 1.5, 2], "uncompared": [1, 1, 1]})
     assert lines("replicas", [save])["replicas save: compared / not compared"].figures == (1.5, 1.0, None)
+
+
+def test_what_shares_a_turn_is_compared_round_by_round(measured, lines):
+    """A disk that was twice as slow in one round was so for both."""
+    save = measured("save", {"torch": [3, 3, 3], "ray_dcp": [1, 4, 1], "uncompared": [1, 2, 0.5]})
+    assert lines("replicas", [save])["replicas save: compared / not compared"].measured == 2.0
 
 
 def test_checksums_cost_what_a_run_takes_longer_than_without(measured, lines):
