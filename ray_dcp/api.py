@@ -111,10 +111,8 @@ def save(
     call, saves = _start_call("save", _place(checkpoint_id, storage_writer), ranks_of(group, process_group, no_dist))
     with saves.noting_earlier():
         with phase(call, "collect"):
-            _require_collectives(use_collectives)
             check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
-            request = _save_request(state_dict, checkpoint_id, storage_writer, planner, check)
-            _require_reachable(request.checkpoint_id, request.writer, call)
+            request = _save_request(call, state_dict, checkpoint_id, storage_writer, planner, use_collectives, check)
         metadata = _write(plan_save(request, call), request, call)
     return saves.tell_earlier("save", metadata)
 
@@ -149,10 +147,8 @@ def async_save(
     call, saves = _start_call("save", _place(checkpoint_id, storage_writer), ranks_of(group, process_group, no_dist))
     with saves.noting_earlier():
         with phase(call, "collect"):
-            _require_collectives(use_collectives)
             check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
-            request = _save_request(state_dict, checkpoint_id, storage_writer, planner, check)
-            _require_reachable(request.checkpoint_id, request.writer, call)
+            request = _save_request(call, state_dict, checkpoint_id, storage_writer, planner, use_collectives, check)
         stager = async_stager if async_stager is not None else stager_of(request.writer)
         response = _save_behind(request, call, saves, stager)
     return saves.tell_earlier("asynchronous save", response)
@@ -246,14 +242,19 @@ def ranks_of(group: RankGroup | None, process_group: ProcessGroup | None, no_dis
 
 
 def _save_request(
+    call: Call,
     state_dict: Mapping[str, Any],
     checkpoint_id: CheckpointId | None,
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
+    use_collectives: bool,
     replica_check: ReplicaCheck,
 ) -> SaveRequest:
+    """What is to be saved, and where. Raises what the arguments, or the place, have wrong."""
+    _require_collectives(use_collectives)
     writer = storage_writer if storage_writer is not None else StoreWriter()
     location = _location(checkpoint_id, writer, "storage_writer")
+    _require_reachable(location, writer, call)
     return SaveRequest(state_dict, location, writer, default_save_planner(planner), replica_check)
 
 
