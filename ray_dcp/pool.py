@@ -40,6 +40,7 @@ from ray_dcp.errors import (
 from ray_dcp.lifetime import before_exit
 from ray_dcp.protocol.background import Finished, end_saves
 from ray_dcp.protocol.failures import UntoldSaveError
+from ray_dcp.wording import first_line_of
 
 _PLACEMENT_TIMEOUT_S = 15.0
 """Resources that are free now are placed in milliseconds; what takes this long is not there."""
@@ -298,7 +299,7 @@ class RankPool:
             try:
                 ray.get(actor.__ray_ready__.remote(), timeout=_LAST_WORDS_S)
             except RayActorError as error:
-                lost[rank] = str(error).strip().splitlines()[0]
+                lost[rank] = first_line_of(error)
             except (GetTimeoutError, RayTaskError):
                 continue  # busy, so alive
         return lost

@@ -28,6 +28,12 @@ def first_lines(lines: Collection[str], *, kept_in: str = "", most: int = MAX_LI
     return shown
 
 
+def first_line_of(error: BaseException) -> str:
+    """What an error says first: Ray's and torch's go on for pages. Its class where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 def joined(names: Iterable[object], *, most: int = MAX_LISTED) -> str:
     """``a, b and 3 more``; of at most ``most`` + 1 names all are there."""
     texts = [cut(str(name)) for name in names]

@@ -3,7 +3,7 @@
 from ray_dcp.errors import JoinTimeoutError, RankLostError, StateDictError
 from ray_dcp.protocol.failures import CheckpointException, RankFailure
 from ray_dcp.protocol.load import LoadReport
-from ray_dcp.wording import cut, first_lines, joined, number_runs, ranks_text
+from ray_dcp.wording import cut, first_line_of, first_lines, joined, number_runs, ranks_text
 
 NAMES = [f"model.layers.{number}.weight" for number in range(5000)]
 
@@ -66,3 +66,8 @@ def test_a_load_report_prints_the_first_names_and_no_parameters_of_its_url():
         "'model.layers.19.weight', ... 4980 more), missing=('only',), unexpected=(), nbytes_read=10, nbytes_loaded=20)"
     )
     assert len(report.loaded) == 5000
+
+
+def test_of_an_error_that_goes_on_for_pages_the_first_line_is_told():
+    assert first_line_of(ValueError("\n  the node died \n" + "trace\n" * 1000)) == "the node died"
+    assert first_line_of(KeyError()) == "KeyError"

@@ -29,6 +29,7 @@ from ray_dcp.protocol.coordinator import CHECK_INTERVAL_S, Coordinator, Coordina
 from ray_dcp.protocol.failures import RankFailure
 from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.wire import CallId
+from ray_dcp.wording import first_line_of
 
 NAMESPACE = "ray_dcp"
 _PING_INTERVAL_S = 0.5
@@ -211,11 +212,11 @@ class CoordinatorActor:
                 if process is not None and name != process:
                     return f"{process} died, and Ray has started its actor again as {name}"
             except ActorDiedError as error:
-                return _first_line(error)
+                return first_line_of(error)
             except RayActorError as error:
                 unreachable_since = unreachable_since or time.monotonic()
                 if time.monotonic() - unreachable_since > grace_s:
-                    return f"unreachable for {grace_s:g} s: {_first_line(error)}"
+                    return f"unreachable for {grace_s:g} s: {first_line_of(error)}"
             await asyncio.sleep(_PING_INTERVAL_S)
         return "another process has taken its place"
 
@@ -234,11 +235,6 @@ class CoordinatorActor:
 def _in_a_thread(step: Callable[[], None]) -> None:
     """A thread for each step: one that hangs must not keep the next from its turn."""
     threading.Thread(target=step, name="coordinator-step", daemon=True).start()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 @tenacity.retry(

@@ -14,6 +14,7 @@ from ray_dcp.config import Limits
 from ray_dcp.errors import CoordinatorLostError, GroupError
 from ray_dcp.protocol.failures import RankFailure
 from ray_dcp.protocol.wire import CallId
+from ray_dcp.wording import first_line_of
 
 _LOOK_EVERY_S = 1.0
 _RETRY_S = 0.1
@@ -57,7 +58,7 @@ class CoordinatorLink:
                     ray.get(knock)
                     knock = None
             except RayActorError as error:
-                raise CoordinatorLostError(_first_line(error), group=self.group) from error
+                raise CoordinatorLostError(first_line_of(error), group=self.group) from error
             if knock is not None and time.monotonic() - knocked_s > self._limits.coordinator_timeout_s:
                 self._give_up_on_frozen()
 
@@ -71,7 +72,7 @@ class CoordinatorLink:
                 return
             except RayActorError as error:
                 if time.monotonic() > deadline:
-                    raise CoordinatorLostError(_first_line(error), group=self.group) from error
+                    raise CoordinatorLostError(first_line_of(error), group=self.group) from error
             time.sleep(_RETRY_S)
 
     def _require_connected(self) -> None:
@@ -120,8 +121,3 @@ def _connection() -> tuple[str, str] | None:
         return None
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_job_id()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -31,6 +31,7 @@ from ray_dcp.metadata_rules import (
 )
 from ray_dcp.planning.portable_pickle import member_by_value
 from ray_dcp.planning.python_record import NotAScalarError, read_scalar
+from ray_dcp.wording import first_line_of
 from ray_dcp.zip_record import LOCAL_SIGNATURE
 
 _LAYOUTS = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}
@@ -289,7 +290,7 @@ def decode_python(content: IO[bytes], *, file: str, fqn: str, trusted: bool, map
     except _UNREADABLE as error:
         if trusted and not isinstance(error, RuntimeError | EOFError | ValueError | KeyError):
             raise  # a class of the user's may raise anything
-        raise CorruptCheckpointError(f"cannot be read: {_first_line(error)}", file=file, fqn=fqn) from error
+        raise CorruptCheckpointError(f"cannot be read: {_telling_line(error)}", file=file, fqn=fqn) from error
 
 
 def _is_zip(content: IO[bytes]) -> bool:
@@ -307,20 +308,20 @@ def _plain_value(content: IO[bytes], file: str, fqn: str, map_location: str) -> 
     except pickle.UnpicklingError as error:
         raise _unsafe(error, file, fqn) from error
     except _UNREADABLE as error:
-        raise CorruptCheckpointError(f"cannot be read: {_first_line(error)}", file=file, fqn=fqn) from error
+        raise CorruptCheckpointError(f"cannot be read: {_telling_line(error)}", file=file, fqn=fqn) from error
 
 
 def _unsafe(error: Exception, file: str, fqn: str) -> UnsafeDataError:
     return UnsafeDataError(
         "holds a Python object outside the allow-list, and loading it could run code: "
-        f"{_first_line(error)}. Allow its class with torch.serialization.add_safe_globals, "
+        f"{_telling_line(error)}. Allow its class with torch.serialization.add_safe_globals, "
         "or pass trusted=True if you trust whoever wrote this checkpoint",
         file=file,
         fqn=fqn,
     )
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "GLOBAL" in line or "global" in line]
-    return (named or lines or [type(error).__name__])[0]
+def _telling_line(error: BaseException) -> str:
+    """The one that names a class, where torch's message has one."""
+    named = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "global" in line]
+    return named[0] if named else first_line_of(error)

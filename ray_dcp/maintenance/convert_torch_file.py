@@ -27,6 +27,7 @@ from ray_dcp.planning.flat import LEAVES, flat_state, unstorable_names
 from ray_dcp.storage.reading import get_into
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import join_url
+from ray_dcp.wording import first_line_of
 
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"
@@ -100,7 +101,7 @@ class TorchFile:
             leaves, paths = flat_state(state)
             self.containers: Containers = containers_of(state)
         except StateDictError as error:
-            raise StateDictError(f"{self._where}: {str(error).splitlines()[0]}", error.problems) from error
+            raise StateDictError(f"{self._where}: {first_line_of(error)}", error.problems) from error
         except RecursionError as error:
             raise StateDictError(f"{self._where}: it contains itself, or is nested too deep") from error
         self.leaves: dict[str, Any] = leaves
