@@ -37,7 +37,7 @@ from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.other_files import TORCH_SUFFIXES, nothing_there, way_to_convert, why_no_folder
 from ray_dcp.storage.place import absolute
-from ray_dcp.storage.store import Store
+from ray_dcp.storage.store import Store, exists
 from ray_dcp.storage.urls import folder_name, join_url, shown_url
 from ray_dcp.wording import counted, joined
 
@@ -196,11 +196,7 @@ def require_checkpoint(store: Store) -> None:
 
 def is_committed(store: Store, folder: str = "") -> bool:
     """Whether ``folder`` of ``store`` holds a committed checkpoint."""
-    try:
-        store.get(_key(folder, METADATA), 0, 0)
-    except ObjectNotFoundError:
-        return False
-    return True
+    return exists(store, _key(folder, METADATA))
 
 
 def require_folder(store: Store) -> None:

@@ -16,6 +16,7 @@ from ray_dcp.errors import CheckpointNotFoundError, NotAFolderError, ObjectNotFo
 from ray_dcp.layout import MANIFEST, METADATA
 from ray_dcp.manifest import belongs_to, decode_facts
 from ray_dcp.storage.open import open_store
+from ray_dcp.storage.store import exists
 from ray_dcp.storage.urls import join_url, split_url
 
 
@@ -99,8 +100,7 @@ def _open_safetensors(location: str) -> OpenedCheckpoint | None:
     only = ""
     if location.endswith(SUFFIX):
         folder, name = split_url(location)
-        with suppress(ObjectNotFoundError):
-            open_store(folder).get(name, 0, 0)
+        if exists(open_store(folder), name):
             location, only = folder, name
     try:
         found = find_safetensors(open_store(location), only)

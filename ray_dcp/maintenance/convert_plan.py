@@ -14,14 +14,14 @@ from fnmatch import fnmatchcase
 from ray_dcp.catalog import is_committed
 from ray_dcp.dcp_io.safetensors_folder import INDEX, INDEX_SUFFIX, ONE_FILE, SUFFIX
 from ray_dcp.dcp_io.safetensors_header import TEXTS, encode_header, has_dtype
-from ray_dcp.errors import ConfigError, ObjectNotFoundError, StateDictError
+from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.maintenance.convert_source import Source, SourceValue, open_source
 from ray_dcp.planning.containers import Containers
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.other_files import TORCH_SUFFIXES
 from ray_dcp.storage.place import absolute
-from ray_dcp.storage.store import Store
+from ray_dcp.storage.store import Store, exists
 from ray_dcp.storage.urls import shown_url, split_url
 from ray_dcp.wording import joined
 
@@ -274,20 +274,12 @@ def _identity(folder: str) -> str:
     return os.path.realpath(store.url) if isinstance(store, LocalStore) else store.url.rstrip("/")
 
 
-def _has(store: Store, key: str) -> bool:
-    try:
-        store.get(key, 0, 0)
-    except ObjectNotFoundError:
-        return False
-    return True
-
-
 def _replaced(store: Store, kind: str, key: str, where: str) -> list[str]:
     """What is at the destination already. Raises where it would hide what is to be written."""
     if kind == "dcp":
         return [".metadata"] if is_committed(store) else []
     if key:
-        return [key] if _has(store, key) else []
+        return [key] if exists(store, key) else []
     if is_committed(store):
         raise ConfigError("DEST", f"a checkpoint is committed at {shown_url(where)} and would go on being read")
     return [one.key for one in store.list() if "/" not in one.key and one.key.endswith((SUFFIX, INDEX_SUFFIX))]

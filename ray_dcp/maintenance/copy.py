@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ray_dcp.catalog import is_committed, root_exists
-from ray_dcp.errors import ConfigError, CorruptCheckpointError, ObjectNotFoundError, StoreError
+from ray_dcp.errors import ConfigError, CorruptCheckpointError, StoreError
 from ray_dcp.layout import MANIFEST, METADATA, POINTER
 from ray_dcp.maintenance.verify import Tally, inspect_all
 from ray_dcp.maintenance.verify_items import Fault, FilePlan, Unchecked
@@ -31,7 +31,7 @@ from ray_dcp.maintenance.verify_pieces import (
 from ray_dcp.maintenance.verify_plan import VerifyPlan, plan_verify
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.place import absolute
-from ray_dcp.storage.store import FolderStore, Store
+from ray_dcp.storage.store import FolderStore, Store, get_or_none
 from ray_dcp.storage.urls import join_url, shown_url, split_url
 from ray_dcp.wording import joined
 
@@ -178,13 +178,13 @@ def _copy_file(plan: CopyPlan, file: FilePlan, store: Store, pool: Readers, tall
 @contextmanager
 def _cleaned_up(plan: CopyPlan, store: Store, written: Sequence[str]) -> Iterator[None]:
     """Where the block fails before its commit, have the place as it was."""
-    manifest = _get_or_none(store, MANIFEST)
+    manifest = get_or_none(store, MANIFEST)
     try:
         yield
     except BaseException:
         # A put that raised may have got through; then all it needs must stay. Nor is it known where the store is away.
         with suppress(StoreError):
-            if _get_or_none(store, METADATA) != plan.source.metadata:
+            if get_or_none(store, METADATA) != plan.source.metadata:
                 _remove(plan, store, written, manifest)
         raise
 
@@ -202,19 +202,12 @@ def _remove(plan: CopyPlan, store: Store, written: Sequence[str], manifest: byte
             parent.delete_empty_folder(name)
 
 
-def _get_or_none(store: Store, key: str) -> bytes | None:
-    try:
-        return store.get(key)
-    except ObjectNotFoundError:
-        return None
-
-
 def _require_another_place(source: VerifyPlan, store: Store) -> None:
     """What is about to be deleted must not be what is to be copied, whatever names both places have."""
     probe = f"ray_dcp_probe_{uuid.uuid4().hex}"
     store.put(probe, b"")
     try:
-        is_same = _get_or_none(source.store, probe) is not None
+        is_same = get_or_none(source.store, probe) is not None
     finally:
         store.delete(probe)
     if is_same:
@@ -222,7 +215,7 @@ def _require_another_place(source: VerifyPlan, store: Store) -> None:
 
 
 def _require_as_planned(plan: CopyPlan, store: Store) -> None:
-    found = _get_or_none(store, METADATA)
+    found = get_or_none(store, METADATA)
     expected = None if plan.replaced_files else plan.replaced_metadata
     if found != expected:
         raise StoreError("somebody else has saved a checkpoint there meanwhile", url=shown_url(store.url))

@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ray_dcp.catalog import for_each_folder
-from ray_dcp.errors import CorruptCheckpointError, FormatVersionError, ObjectNotFoundError, StoreError
+from ray_dcp.errors import CorruptCheckpointError, FormatVersionError, StoreError
 from ray_dcp.layout import MANIFEST, METADATA, parse_shard_file, parse_step_folder, shard_files_named_in
 from ray_dcp.manifest import belongs_to, decode_facts, decode_manifest, metadata_digest
-from ray_dcp.storage.store import FolderStore, Store, StoredObject
+from ray_dcp.storage.store import FolderStore, Store, StoredObject, get_or_none
 from ray_dcp.storage.urls import join_url
 
 _NO_ATTEMPT = ""
@@ -89,13 +89,6 @@ def _with_commit(store: Store, folder: FoundFolder) -> FoundFolder:
     except (CorruptCheckpointError, FormatVersionError, StoreError) as error:
         return dataclasses.replace(folder, unreadable=folder.unreadable or str(error))
     return dataclasses.replace(folder, metadata=metadata, references=_references(folder.name, metadata, named))
-
-
-def get_or_none(store: Store, key: str) -> bytes | None:
-    try:
-        return store.get(key)
-    except ObjectNotFoundError:
-        return None
 
 
 def _attempt_of(manifest: bytes | None) -> str:

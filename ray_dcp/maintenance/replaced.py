@@ -18,10 +18,10 @@ from collections.abc import Set as AbstractSet
 from ray_dcp.catalog import for_each_folder
 from ray_dcp.errors import ConfigError, StoreError
 from ray_dcp.layout import METADATA, attempt_order, parse_shard_file
-from ray_dcp.maintenance.leftovers import FoundFolder, get_or_none, list_folder, list_own_folders, look_at
+from ray_dcp.maintenance.leftovers import FoundFolder, list_folder, list_own_folders, look_at
 from ray_dcp.maintenance.sweep import FolderLeftovers, Leftover, SweepPlan
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.store import FolderStore, Store, StoredObject
+from ray_dcp.storage.store import FolderStore, Store, StoredObject, get_or_none
 
 _MAX_SIBLINGS = 2000
 """Beside more folders than this nothing is removed behind a save: each would have to be looked at."""

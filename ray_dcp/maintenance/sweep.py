@@ -19,7 +19,6 @@ from ray_dcp.maintenance.leftovers import (
     Reference,
     UnneededFiles,
     find_unneeded,
-    get_or_none,
     is_left_empty,
     list_folder,
     list_own_folders,
@@ -27,7 +26,7 @@ from ray_dcp.maintenance.leftovers import (
 )
 from ray_dcp.manifest import metadata_digest
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.store import FolderStore, Store
+from ray_dcp.storage.store import FolderStore, Store, get_or_none
 
 GRACE_S = 3600.0
 """How long nothing of an attempt must have changed before it counts as failed: longer than any save pauses between

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 import tenacity
 
-from ray_dcp.errors import ObjectNotFoundError, StoreError, StoreUnavailableError
+from ray_dcp.errors import StoreError, StoreUnavailableError
 from ray_dcp.progress import advance
 from ray_dcp.storage.chunks import chunk_bytes
 from ray_dcp.storage.failures import is_transient
 from ray_dcp.storage.keys import require_key
 from ray_dcp.storage.reading import get_into
 from ray_dcp.storage.settings import count_from, require_count, require_seconds, seconds_from
-from ray_dcp.storage.store import ObjectWriter, Store, StoredObject
+from ray_dcp.storage.store import ObjectWriter, Store, StoredObject, exists
 from ray_dcp.storage.urls import shown_url
 
 _logger = logging.getLogger("ray_dcp.storage")
@@ -104,11 +104,7 @@ class RetryStore:
 
     @contextmanager
     def _put_new(self, key: str) -> Iterator[ObjectWriter]:
-        try:
-            self.get(key, 0, 0)
-        except ObjectNotFoundError:
-            pass
-        else:
+        if exists(self, key):
             raise StoreError("cannot create: File exists", url=shown_url(self.url), key=key)
         started = time.monotonic()
         try:

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from ray_dcp.errors import ObjectNotFoundError
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
@@ -92,6 +94,23 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is no error. A folder that is empty then may vanish, or stay listed."""
         ...
+
+
+def get_or_none(store: Store, key: str) -> bytes | None:
+    """All of an object, or None where there is none."""
+    try:
+        return store.get(key)
+    except ObjectNotFoundError:
+        return None
+
+
+def exists(store: Store, key: str) -> bool:
+    """Whether there is an object, as ``get`` sees it; a listing may show it late. No byte of it is read."""
+    try:
+        store.get(key, 0, 0)
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ import pytest
 
 from ray_dcp.errors import NotAFolderError, ObjectNotFoundError, StoreError
 from ray_dcp.storage.reading import get_into, opened
-from ray_dcp.storage.store import Store
+from ray_dcp.storage.store import Store, exists, get_or_none
 
 KEYS = [
     "plain",
@@ -224,6 +224,13 @@ class StoreContract:
         for key in ("folder", "folder/other", "folder/key/below"):
             with pytest.raises(ObjectNotFoundError):
                 store.get(key)
+
+    def test_what_is_not_there_is_told_without_an_error_to_who_asks_for_that(self, store):
+        self.put_behind(store, "folder/empty", b"")
+        assert exists(store, "folder/empty")
+        assert get_or_none(store, "folder/empty") == b""
+        assert not exists(store, "folder/other")
+        assert get_or_none(store, "folder/other") is None
 
     def test_get_reaches_a_sibling_of_the_root_and_no_further(self, store):
         name = store.url.partition("?")[0].rpartition("/")[2]
