@@ -26,6 +26,7 @@ BLOCK_NBYTES = 1 << 20
 
 _ATTEMPT = re.compile(r"(?P<started_ns>[0-9a-f]{16})[0-9a-f]{8}")
 _SHARD = re.compile(r"__(?P<rank>\d+)_(?P<number>\d+)_(?P<attempt>[0-9a-f]+)\.distcp")
+_ANYBODYS_SHARD = re.compile(r"__(?P<rank>\d+)_\d+(?:_[0-9a-f]+)?\.distcp")
 _STEP = re.compile(r"step-(?P<step>\d+)")
 _NAMED = re.compile(rb"(?:\.\./[^/\x00-\x1f]+/)?__\d+_\d+(?:_[0-9a-f]+)?\.distcp")
 
@@ -47,6 +48,12 @@ def parse_shard_file(key: str) -> ShardFile | None:
     """The parts of ``key``, or None when it is no shard file written by ray_dcp."""
     match = _SHARD.fullmatch(key)
     return ShardFile(int(match["rank"]), int(match["number"]), match["attempt"]) if match else None
+
+
+def rank_of_shard_file(path: str) -> int | None:
+    """The rank that wrote a shard file, by its name: ray_dcp's or torch's. None where that does not say."""
+    match = _ANYBODYS_SHARD.search(path)
+    return int(match["rank"]) if match else None
 
 
 def shard_files_named_in(metadata: bytes) -> set[str]:

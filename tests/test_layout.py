@@ -12,6 +12,7 @@ from ray_dcp.layout import (
     new_attempt,
     parse_shard_file,
     parse_step_folder,
+    rank_of_shard_file,
     shard_files_named_in,
     started_ns,
     step_folder,
@@ -116,3 +117,16 @@ def test_shard_files_are_found_in_a_pickle_without_unpickling_it():
             ascii_only
         )
     assert shard_files_named_in(b"garbage") == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "rank"),
+    [
+        ("__3_0_0000000000000001deadbeef.distcp", 3),
+        ("__12_4.distcp", 12),
+        ("../step-1/__0_1.distcp", 0),
+        ("a.bin", None),
+    ],
+)
+def test_the_rank_that_wrote_a_shard_file_is_in_its_name(path, rank):
+    assert rank_of_shard_file(path) == rank

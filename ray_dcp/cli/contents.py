@@ -6,21 +6,18 @@ import dataclasses
 import importlib
 import itertools
 import math
-import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ray_dcp.catalog import CheckpointInfo, describe, is_safetensors, open_manifest, resolve_checkpoint_id
 from ray_dcp.errors import CheckpointNotFoundError
-from ray_dcp.layout import METADATA
+from ray_dcp.layout import METADATA, rank_of_shard_file
 from ray_dcp.manifest import DifferingReplicas, Entry, Manifest, decode_manifest
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import join_url
-
-_RANK_OF_FILE = re.compile(r"__(\d+)_\d+(_[0-9a-f]+)?\.distcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,7 @@ def _from_metadata(info: CheckpointInfo, store: Store) -> CheckpointContents:
         stored[index.fqn].append(place)
     tensors, objects = [], []
     for fqn, described in sorted(metadata.state_dict_metadata.items()):
-        ranks = _ranks(int(m[1]) for p in stored[fqn] if (m := _RANK_OF_FILE.search(str(p.relative_path))))
+        ranks = _ranks(rank_of_shard_file(str(place.relative_path)) for place in stored[fqn])
         if hasattr(described, "chunks"):
             dtype, shape = described.properties.dtype, tuple(described.size)
             name, nbytes = str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize
@@ -142,5 +139,5 @@ def _from_safetensors(checkpoint_id: str) -> CheckpointContents:
     return CheckpointContents(info, without_ranks, found.objects, files="safetensors")
 
 
-def _ranks(ranks: Any) -> tuple[int, ...]:
-    return tuple(sorted(set(ranks)))
+def _ranks(ranks: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(sorted({rank for rank in ranks if rank is not None}))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ray_dcp.cli.exit_codes import EXIT_CODES
+from ray_dcp.cli.progress_bar import progress_bar
 from ray_dcp.storage.urls import shown_url
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def convert_source(arguments: argparse.Namespace) -> int:
         _print_plan(plan)
     report = None
     if not arguments.dry_run:
-        with _progress(plan.nbytes) as on_progress:
+        with progress_bar("convert", plan.nbytes) as on_progress:
             report = importlib.import_module("ray_dcp.maintenance.convert").convert(plan, on_progress)
     if arguments.json:
         output.print_json(_conversion(plan, report))
@@ -129,21 +128,6 @@ def _nbytes(text: str) -> int:
     if nbytes <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, or 500MB, 5GB, 2GiB")
     return nbytes
-
-
-@contextmanager
-def _progress(total_nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda nbytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total_nbytes)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def _conversion(plan: ConvertPlan, report: ConvertReport | None) -> Conversion:
