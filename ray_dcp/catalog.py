@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import posixpath
@@ -27,6 +26,7 @@ from ray_dcp.layout import (
     POINTER,
     SAFETENSORS_SUFFIX,
     SHARD_SUFFIX,
+    decode_pointer,
     parse_step_folder,
     require_step,
     shard_files_named_in,
@@ -179,7 +179,7 @@ def resolve_checkpoint_id(checkpoint_id: str | os.PathLike[str]) -> str:
             content = open_store(resolved).get(POINTER)
         except ObjectNotFoundError:
             return resolved
-        resolved = _pointed_at(content, file=join_url(resolved, POINTER))
+        resolved = decode_pointer(content, file=join_url(resolved, POINTER))
     raise CheckpointNotFoundError(
         absolute(checkpoint_id), f"its pointers do not end; the last leads to {shown_url(resolved)}"
     )
@@ -380,16 +380,6 @@ def what_is_there(store: Store) -> str:
 
 def _shard_files(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.endswith(SHARD_SUFFIX) and "/" not in name]
-
-
-def _pointed_at(content: bytes, file: str) -> str:
-    try:
-        pointed_at = json.loads(content)["checkpoint_id"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(f"not a readable pointer: {error!r}", file=file) from error
-    if not isinstance(pointed_at, str) or not pointed_at:
-        raise CorruptCheckpointError(f"not a readable pointer: it leads to {pointed_at!r}", file=file)
-    return pointed_at
 
 
 def _url(store: Store, folder: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 import time
@@ -9,7 +10,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ray_dcp.errors import ConfigError
+from ray_dcp.errors import ConfigError, CorruptCheckpointError
 
 METADATA = ".metadata"
 """DCP's pickled ``Metadata``. Its presence is the commit."""
@@ -62,6 +63,22 @@ def shard_files_named_in(metadata: bytes) -> set[str]:
     Found without unpickling: a pickle holds each name as it is, in one piece.
     """
     return {key.decode(errors="surrogateescape") for key in _NAMED.findall(metadata)}
+
+
+def encode_pointer(checkpoint_id: str) -> bytes:
+    """The content of the file ``POINTER``, which leads to the URL ``checkpoint_id``."""
+    return json.dumps({"checkpoint_id": checkpoint_id}).encode()
+
+
+def decode_pointer(content: bytes, *, file: str) -> str:
+    """Where a pointer leads. Raises ``CorruptCheckpointError``, which names ``file``."""
+    try:
+        pointed_at = json.loads(content)["checkpoint_id"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"not a readable pointer: {error!r}", file=file) from error
+    if not isinstance(pointed_at, str) or not pointed_at:
+        raise CorruptCheckpointError(f"not a readable pointer: it leads to {pointed_at!r}", file=file)
+    return pointed_at
 
 
 def step_folder(step: int) -> str:

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import (
     ShardFile,
+    decode_pointer,
+    encode_pointer,
     is_newer,
     new_attempt,
     parse_shard_file,
@@ -130,3 +133,10 @@ def test_shard_files_are_found_in_a_pickle_without_unpickling_it():
 )
 def test_the_rank_that_wrote_a_shard_file_is_in_its_name(path, rank):
     assert rank_of_shard_file(path) == rank
+
+
+def test_a_pointer_leads_to_the_place_that_was_put_in_and_to_no_other_kind_of_value():
+    assert decode_pointer(encode_pointer("s3://bucket/step-00000001"), file="pointer") == "s3://bucket/step-00000001"
+    for content in (b"", b"[]", b"{}", b'{"checkpoint_id": 7}', b'{"checkpoint_id": ""}'):
+        with pytest.raises(CorruptCheckpointError, match="pointer"):
+            decode_pointer(content, file="pointer")

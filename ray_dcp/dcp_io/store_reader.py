@@ -33,12 +33,12 @@ from ray_dcp.dcp_io.record_reads import RecordReads, WantedRecord
 from ray_dcp.dcp_io.record_tasks import Loaded, RecordTasks, count_as_changed, large_of
 from ray_dcp.dcp_io.shared_reads import Passing, SharedReads, offer_of, share_rules, want_of
 from ray_dcp.dcp_io.shared_segment import Sharing
-from ray_dcp.errors import ConfigError, CorruptCheckpointError, StoreError
+from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import MANIFEST, METADATA
 from ray_dcp.manifest import DifferingReplicas, EntryTable, as_table, decode_manifest
 from ray_dcp.planning.containers import Containers
 from ray_dcp.planning.shared_reads import NodeShare, ShareOffer, Want
-from ray_dcp.storage.open import open_store
+from ray_dcp.storage.open import open_store, opens
 from ray_dcp.storage.place import absolute
 
 
@@ -199,11 +199,7 @@ class StoreReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        try:
-            open_store(checkpoint_id)
-        except (ConfigError, StoreError):
-            return False
-        return True
+        return opens(checkpoint_id)
 
     def _record_reads(self, files: CheckpointFiles, shape: ReadShape) -> RecordReads:
         assert self._metadata is not None, "set_up_storage_reader comes first"

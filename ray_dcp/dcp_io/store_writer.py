@@ -27,7 +27,6 @@ from ray_dcp.dcp_io.metadata_file import encode_metadata
 from ray_dcp.dcp_io.record import JoinedWrites, TensorRecord, write_python
 from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems, as_written_items, entry_table, storage_data
 from ray_dcp.errors import (
-    ConfigError,
     CorruptCheckpointError,
     FormatVersionError,
     ObjectNotFoundError,
@@ -53,7 +52,7 @@ from ray_dcp.planning.state_dict import tensor_problem
 from ray_dcp.planning.ties import ties_of
 from ray_dcp.points import Point, reached
 from ray_dcp.storage.local import without_sync
-from ray_dcp.storage.open import open_store
+from ray_dcp.storage.open import open_store, opens
 from ray_dcp.storage.place import absolute
 from ray_dcp.storage.store import Preallocates, Store, StoredObject
 from ray_dcp.storage.urls import shown_url
@@ -225,11 +224,7 @@ class StoreWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        try:
-            open_store(checkpoint_id)
-        except (ConfigError, StoreError):
-            return False
-        return True
+        return opens(checkpoint_id)
 
     def _require_all_written(self, stored: Sequence[WriteResult]) -> None:
         written = {item.index for item in stored}

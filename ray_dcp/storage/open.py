@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from ray_dcp.errors import ConfigError
+from ray_dcp.errors import ConfigError, StoreError
 from ray_dcp.storage.failures import store_errors
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.place import absolute
@@ -50,6 +50,15 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     if scheme in _openers:
         return _openers[scheme](text)
     return _open_bucket(text, scheme)
+
+
+def opens(url: str | os.PathLike[str]) -> bool:
+    """Whether ``url`` is a place that ``open_store`` takes, for DCP's ``validate_checkpoint_id``."""
+    try:
+        open_store(url)
+    except (ConfigError, StoreError):
+        return False
+    return True
 
 
 def _open_bucket(url: str, scheme: str) -> Store:

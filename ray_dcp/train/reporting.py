@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,8 @@ import ray.train
 from pyarrow.fs import FileSystem, FileType
 
 from ray_dcp.cluster.train_context import experiment_root
-from ray_dcp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
-from ray_dcp.layout import METADATA, POINTER
+from ray_dcp.errors import CheckpointNotFoundError, ConfigError
+from ray_dcp.layout import METADATA, POINTER, decode_pointer, encode_pointer
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.place import absolute
 from ray_dcp.storage.urls import name_below, url_scheme
@@ -49,10 +48,7 @@ def checkpoint_id_of(checkpoint: ray.train.Checkpoint) -> str:
         return _url(filesystem, checkpoint.path)
     with filesystem.open_input_file(pointer) as opened:
         content = opened.read()
-    try:
-        return str(json.loads(content)["checkpoint_id"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError("this pointer names no checkpoint", file=pointer) from error
+    return decode_pointer(content, file=pointer)
 
 
 def _report_as_it_lies(metrics: Mapping[str, Any], name: str, checkpoint_id: str) -> None:
@@ -78,7 +74,7 @@ def _report_as_it_lies(metrics: Mapping[str, Any], name: str, checkpoint_id: str
 
 def _report_pointer(metrics: Mapping[str, Any], checkpoint_id: str) -> None:
     storage = ray.train.get_context().get_storage()
-    content = json.dumps({"checkpoint_id": open_store(checkpoint_id).url}).encode()
+    content = encode_pointer(open_store(checkpoint_id).url)
 
     def write_pointer(_: ray.train.Checkpoint, folder_name: str) -> ray.train.Checkpoint:
         # Ray calls this on every rank, with one folder name for all; what they write is the same.
