@@ -45,11 +45,11 @@ class Limits:
         for setting in dataclasses.fields(self):
             value = getattr(self, setting.name)
             if not isinstance(value, Mapping):
-                _require_seconds(setting.name, value)
+                require_seconds(setting.name, value)
         for phase, value in self.phase_stall_timeout_s.items():
             if phase not in PHASES:
                 raise ConfigError("phase_stall_timeout_s", f"{phase!r} is no phase; there are {', '.join(PHASES)}")
-            _require_seconds(f"phase_stall_timeout_s[{phase!r}]", value)
+            require_seconds(f"phase_stall_timeout_s[{phase!r}]", value)
 
     def stall_limit_s(self, phase: str) -> float:
         """How long a rank may stand still in ``phase``."""
@@ -62,7 +62,9 @@ class Limits:
         for setting in dataclasses.fields(cls):
             text = variables.get(_VARIABLE_PREFIX + setting.name.upper())
             if text is not None and setting.name != "phase_stall_timeout_s":
-                given[setting.name] = _seconds_from(_VARIABLE_PREFIX + setting.name.upper(), text)
+                variable = _VARIABLE_PREFIX + setting.name.upper()
+                given[setting.name] = seconds_from(variable, text)
+                require_seconds(variable, given[setting.name])
         return cls(**given)
 
 
@@ -104,23 +106,28 @@ def share_reads_from(variables: Mapping[str, str]) -> bool:
     Each rank may say so for itself.
     """
     variable = _VARIABLE_PREFIX + "SHARE_READS"
-    text = variables.get(variable, "1").lower()
-    if text not in ("0", "1", "false", "true"):
-        raise ConfigError(variable, f"{text!r} is none of 0, 1, false and true")
-    return text in ("1", "true")
+    return flag_from(variable, variables.get(variable, "1"))
 
 
-def _seconds_from(variable: str, text: str) -> float:
+def seconds_from(setting: str, text: str) -> float:
+    """The number in ``text``; whether it makes sense is checked where it is used."""
     try:
-        seconds = float(text)
+        return float(text)
     except ValueError:
-        raise ConfigError(variable, f"{text!r} is no number of seconds") from None
-    _require_seconds(variable, seconds)
-    return seconds
+        raise ConfigError(setting, f"{text!r} is no number of seconds") from None
 
 
-def _require_seconds(setting: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(setting, f"is a number of seconds, not {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(setting, f"must be a finite number of seconds above 0, not {value!r}")
+def require_seconds(setting: str, value: object, *, may_be_0: bool = False) -> None:
+    """Raise ``ConfigError`` unless ``value`` is a finite number above 0; 0 too where it ``may_be_0``."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not (math.isfinite(number) and (number > 0 or (may_be_0 and number == 0))):
+        least = "0 or more" if may_be_0 else "above 0"
+        raise ConfigError(setting, f"must be a finite number of seconds {least}, not {value!r}")
+
+
+def flag_from(setting: str, text: str) -> bool:
+    """True for true and 1, False for false and 0."""
+    known = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in known:
+        raise ConfigError(setting, f"{text!r} is none of 0, 1, false and true")
+    return known[text.lower()]

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import tenacity
 
+from ray_dcp.config import require_seconds, seconds_from
 from ray_dcp.errors import StoreError, StoreUnavailableError
 from ray_dcp.progress import advance
 from ray_dcp.storage.chunks import chunk_bytes
 from ray_dcp.storage.failures import is_transient
 from ray_dcp.storage.keys import require_key
 from ray_dcp.storage.reading import get_into
-from ray_dcp.storage.settings import count_from, require_count, require_seconds, seconds_from
+from ray_dcp.storage.settings import count_from, require_count
 from ray_dcp.storage.store import ObjectWriter, Store, StoredObject, exists
 from ray_dcp.storage.urls import shown_url
 

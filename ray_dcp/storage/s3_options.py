@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
+from ray_dcp.config import flag_from, require_seconds, seconds_from
 from ray_dcp.errors import ConfigError
 from ray_dcp.storage.retry import RetryPolicy
-from ray_dcp.storage.settings import count_from, flag_from, require_count, require_seconds, seconds_from
+from ray_dcp.storage.settings import count_from, require_count
 from ray_dcp.storage.urls import BucketUrl, shown_url
 
 _VARIABLE_PREFIX = "RAY_DCP_S3_"

@@ -15,6 +15,7 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 
 from ray_dcp.cluster.coordinator_actor import NAMESPACE, end_coordinator, ensure_coordinator
 from ray_dcp.cluster.train_context import train_group_name
+from ray_dcp.config import require_seconds
 from ray_dcp.errors import ConfigError
 from ray_dcp.train.controller import ControllerAccess
 from ray_dcp.train.early_look import ActorWatch, tell_of_own_failure
@@ -73,10 +74,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         can't be left out. Without that wait Ray asks for the lost node's workers again, and gives up after a minute.
         There is none while all nodes answer. 0: never wait.
         """
-        if isinstance(node_loss_wait_s, bool) or not isinstance(node_loss_wait_s, (int, float)):
-            raise ConfigError("node_loss_wait_s", f"is a number of seconds, not {node_loss_wait_s!r}")
-        if not math.isfinite(node_loss_wait_s) or node_loss_wait_s < 0:
-            raise ConfigError("node_loss_wait_s", f"must be zero or more seconds, not {node_loss_wait_s!r}")
+        require_seconds("node_loss_wait_s", node_loss_wait_s, may_be_0=True)
         if isinstance(spare_packages, str) or not all(isinstance(name, str) for name in spare_packages):
             raise ConfigError("spare_packages", f"are names of packages, not {spare_packages!r}")
         self._node_loss_wait_s = float(node_loss_wait_s)
