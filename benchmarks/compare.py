@@ -19,13 +19,13 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from clean_up import clean_up_on_sigterm, temporary_folder
 
 _SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before Ray is imported and its processes are started: they take over this environment.
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    _clean_up_on_sigterm()
+    clean_up_on_sigterm()
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else _COLUMNS)
@@ -56,11 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
     return 0 if report["verified"] else 1
-
-
-def _clean_up_on_sigterm() -> None:
-    """Give a plain SIGTERM the clean-up that Ctrl-C gets."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -131,7 +126,7 @@ def _compare(options: argparse.Namespace, console: Any) -> dict[str, Any]:
 
     sides = [TORCH, TORCH_BEST, RAY_DCP] if options.torch_best else [TORCH, RAY_DCP]
     company = machine.Company(own_load=NUM_RANKS)
-    with _temporary_folder(options.folder) as folder:
+    with temporary_folder(options.folder, "ray-dcp-compare-") as folder:
         where = machine.this_machine(folder)
         console.print(tables.heading(where, sides, options.runs, options.seed), highlight=False)
         console.print(tables.banner(company.objections_at_start()))
@@ -179,7 +174,7 @@ def _measure(
         steps = tables.Steps(console, num_steps + len(spreads) * spread.num_steps(sides))
         step = until_done.enter_context(steps).begin
         # Ray puts a handler of its own there, which aborts.
-        until_done.enter_context(cluster.cluster(workloads.NUM_RANKS, num_readers, when_up=_clean_up_on_sigterm))
+        until_done.enter_context(cluster.cluster(workloads.NUM_RANKS, num_readers, when_up=clean_up_on_sigterm))
         ranks = until_done.enter_context(cluster.ranks(workloads.NUM_RANKS, folder))
         for side in sides:
             ranks.run("try_out", side, f"{folder}/try-out-{side}")
@@ -198,15 +193,6 @@ def _show(results: Sequence[Any], spread: Sequence[Any], lines: Sequence[Any], v
         console.print(tables.spread_table(result), highlight=False)
     if lines:
         console.print(tables.targets_table(lines, valid=valid), highlight=False)
-
-
-@contextlib.contextmanager
-def _temporary_folder(parent: str | None) -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="ray-dcp-compare-", dir=parent)
-    try:
-        yield os.path.abspath(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

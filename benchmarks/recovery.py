@@ -12,17 +12,16 @@ arguments. Figures taken on a machine that was busy otherwise are marked as not 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from clean_up import clean_up_on_sigterm, temporary_folder
 
 _SIDES = ("torch", "ray_dcp")
 _BOTH = "both"
@@ -38,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Before Ray is imported and its processes are started: they take over this environment.
     os.environ.update(SETTINGS)
-    # A plain SIGTERM gets the clean-up that Ctrl-C gets.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    clean_up_on_sigterm()
     from rich.console import Console
 
     console = Console(file=sys.stdout)
@@ -99,7 +97,7 @@ def _measure_all(options: argparse.Namespace, console: Any) -> tuple[dict[str, A
     machine.adopt_orphans()
     for run in rounds.runs_in_order(options.sides, victims, options.runs, **limits):
         what = f"{run.victim} killed, {run.side}, run {run.number + 1} of {options.runs}"
-        with _temporary_folder(options.folder) as folder:
+        with temporary_folder(options.folder, "ray-dcp-recovery-") as folder:
             where = machine.this_machine(folder)
             try:
                 recovery = rounds.measure(run, folder)
@@ -141,15 +139,6 @@ def _show(
             console.print(tables.verdict(victim, summaries["ray_dcp"], summaries["torch"]), highlight=False)
     console.print("", tables.parts_explained(), tables.failures(failed), sep="\n", highlight=False)
     console.print(banner(objections))
-
-
-@contextlib.contextmanager
-def _temporary_folder(parent: str | None) -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="ray-dcp-recovery-", dir=parent)
-    try:
-        yield os.path.abspath(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
