@@ -57,6 +57,11 @@ class Entry:
     """The rank that wrote it."""
 
 
+def dtype_name(dtype: object) -> str:
+    """How entries spell a ``torch.dtype``: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 class EntryTable(Sequence[Entry]):
     """Entries held by columns, as the file has them: an ``Entry`` is made when it is asked for.
 

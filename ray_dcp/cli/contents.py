@@ -14,7 +14,7 @@ from typing import Any
 from ray_dcp.catalog import CheckpointInfo, describe, is_safetensors, open_manifest, resolve_checkpoint_id
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.layout import METADATA, rank_of_shard_file
-from ray_dcp.manifest import DifferingReplicas, Entry, Manifest, decode_manifest
+from ray_dcp.manifest import DifferingReplicas, Entry, Manifest, decode_manifest, dtype_name
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import join_url
@@ -122,7 +122,7 @@ def _from_metadata(info: CheckpointInfo, store: Store) -> CheckpointContents:
         ranks = _ranks(rank_of_shard_file(str(place.relative_path)) for place in stored[fqn])
         if hasattr(described, "chunks"):
             dtype, shape = described.properties.dtype, tuple(described.size)
-            name, nbytes = str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize
+            name, nbytes = dtype_name(dtype), math.prod(shape) * dtype.itemsize
             tensors.append(StoredTensor(fqn, shape, name, len(described.chunks), nbytes, ranks))
         else:
             objects.append(StoredPythonObject(fqn, sum(p.length for p in stored[fqn]), ranks))

@@ -18,8 +18,8 @@ from ray_dcp.maintenance.convert_files import new_files
 from ray_dcp.maintenance.convert_plan import HEADER_TEXTS, ConvertPlan, PlannedValue, described
 from ray_dcp.maintenance.convert_torch_save import LazyTensor, write_torch_file
 from ray_dcp.planning.containers import with_containers
+from ray_dcp.staging.host_pieces import small_content
 from ray_dcp.storage.open import open_store
-from ray_dcp.storage.store import ObjectWriter
 
 OnProgress = Callable[[int], None]
 """Called with the bytes of each tensor when it has been read and is about to be written."""
@@ -66,7 +66,9 @@ def _to_safetensors(plan: ConvertPlan, on_progress: OnProgress) -> None:
                 front, _ = encode_header(described(file.values), HEADER_TEXTS)
                 sink.write(front)
                 for planned in file.values:
-                    _write_values(sink, _reader(plan, planned, on_progress)())
+                    tensor = _reader(plan, planned, on_progress)()
+                    if tensor.numel():
+                        sink.write(small_content(tensor))
 
 
 def _to_torch(plan: ConvertPlan, on_progress: OnProgress) -> None:
@@ -83,11 +85,6 @@ def _reader(plan: ConvertPlan, planned: PlannedValue, on_progress: OnProgress) -
         return tensor
 
     return read
-
-
-def _write_values(sink: ObjectWriter, tensor: torch.Tensor) -> None:
-    if tensor.numel():
-        sink.write(memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy())))
 
 
 def _index_of(plan: ConvertPlan) -> bytes:

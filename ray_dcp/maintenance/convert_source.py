@@ -24,6 +24,7 @@ from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError
 from ray_dcp.layout import METADATA
 from ray_dcp.maintenance.convert_memory import empty_tensor
 from ray_dcp.maintenance.convert_torch_file import TorchFile, is_torch_file
+from ray_dcp.manifest import dtype_name
 from ray_dcp.planning.containers import MAX_INDEX, Containers, optimizer_containers
 from ray_dcp.planning.template import TemplatePlanner
 from ray_dcp.storage.open import open_store
@@ -200,7 +201,7 @@ class TorchSource:
         leaf, path = self._file.leaves[name], self._file.paths[name]
         if not isinstance(leaf, torch.Tensor):
             return SourceValue(name, path, None, (), 0)
-        return SourceValue(name, path, _dtype_name(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.dtype.itemsize)
+        return SourceValue(name, path, dtype_name(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.dtype.itemsize)
 
 
 def _value(
@@ -217,11 +218,7 @@ def _value(
     nbytes_of_chunks = [math.prod(chunk.sizes) * dtype.itemsize for chunk in described.chunks]
     tells = bool(records) and min(nbytes_of_chunks, default=0) > MAX_TINY_NBYTES
     memory = (frozenset(records), dtype, shape) if tells else None
-    return SourceValue(fqn, path, _dtype_name(dtype), shape, math.prod(shape) * dtype.itemsize, memory)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return SourceValue(fqn, path, dtype_name(dtype), shape, math.prod(shape) * dtype.itemsize, memory)
 
 
 def _path(fqn: str, planned: Any) -> tuple[str | int, ...]:
