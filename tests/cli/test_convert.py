@@ -11,11 +11,6 @@ import ray_dcp as dcp
 from ray_dcp.cli.main import main
 
 
-@pytest.fixture(autouse=True)
-def eighty_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     state = {"model": {"w": torch.ones(3, 4), "b": torch.ones(4, dtype=torch.bfloat16)}, "step": 7}

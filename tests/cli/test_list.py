@@ -10,11 +10,6 @@ from ray_dcp.storage.open import open_store
 from tests.test_catalog import commit, commit_as_torch
 
 
-@pytest.fixture(autouse=True)
-def eighty_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-
-
 @pytest.fixture
 def root(tmp_path):
     root = str(tmp_path / "root")

@@ -12,11 +12,6 @@ from tests.test_catalog import commit
 OLD = "0000000000000001deadbeef"
 
 
-@pytest.fixture(autouse=True)
-def eighty_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-
-
 @pytest.fixture
 def root(tmp_path):
     root = str(tmp_path / "root")

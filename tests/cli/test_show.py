@@ -10,12 +10,6 @@ from ray_dcp.manifest import FORMAT_VERSION, Entry, Manifest, encode_manifest, m
 from ray_dcp.storage.open import open_store
 from tests.test_catalog import commit
 
-
-@pytest.fixture(autouse=True)
-def eighty_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-
-
 ENTRIES = [
     Entry("model.weight", (0, 0), (2, 8), "bfloat16", "__0_0_ab.distcp", 0, 400, 64, 32, (1,), 0),
     Entry("model.weight", (2, 0), (2, 8), "bfloat16", "__1_0_ab.distcp", 0, 400, 64, 32, (1,), 1),

@@ -41,6 +41,9 @@ def save_torchs(place, values=None) -> Store:
     return open_store(place)
 
 
+WRITERS = {"ours": save_ours, "torchs": save_torchs}
+
+
 def shard_of(store: Store) -> str:
     (key,) = [one.key for one in store.list() if one.key.endswith(SHARD_SUFFIX)]
     return key

@@ -20,6 +20,7 @@ from ray_dcp.maintenance.verify import plan_verify, verify_checkpoint
 from ray_dcp.manifest import decode_manifest, encode_manifest
 from ray_dcp.storage.open import open_store
 from tests.maintenance.damage import (
+    WRITERS,
     changed,
     entries_of,
     flipped,
@@ -32,7 +33,6 @@ from tests.maintenance.damage import (
 from tests.storage.failing import Faults
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-WRITERS = {"ours": save_ours, "torchs": save_torchs}
 
 
 def content(store):

@@ -23,6 +23,7 @@ from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
 from tests.maintenance.damage import (
+    WRITERS,
     changed,
     entries_of,
     flipped,
@@ -35,7 +36,6 @@ from tests.maintenance.damage import (
 from tests.ranks import ThreadRanks, require_no_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-WRITERS = {"ours": save_ours, "torchs": save_torchs}
 
 
 def verified(store: Store, **wanted) -> VerifyReport:

@@ -7,6 +7,7 @@ import pickle
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -409,3 +410,16 @@ class StoreContract:
             list(pool.map(work, range(16)))
         assert len(store.list()) == 33
         assert all(self.get_behind(store, f"put-{number}") == content for number in range(16))
+
+
+class FolderStoreContract(StoreContract):
+    """Of a store whose objects are the files of a local folder, its ``url``."""
+
+    def put_behind(self, store, key, content):
+        path = Path(store.url, key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    def get_behind(self, store, key):
+        path = Path(store.url, key)
+        return path.read_bytes() if path.is_file() else None

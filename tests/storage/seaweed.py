@@ -19,6 +19,8 @@ from pyarrow.fs import FileType, S3FileSystem
 
 ACCESS_KEY = "tests"
 SECRET_KEY = "tests+secret/key"
+HIDDEN_KEYS = {"access_key": "hidden-1", "secret_key": "hidden-2", "session_token": "hidden-3"}
+"""Of nobody, to see that no message shows them."""
 BUCKET = "bucket"
 START_TIMEOUT_S = 60.0
 _PORTS = (

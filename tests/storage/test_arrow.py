@@ -1,30 +1,19 @@
 """``ArrowStore`` keeps the contract, here over Arrow's local filesystem; test_s3.py has a real bucket."""
 
-from pathlib import Path
-
 import pytest
 from pyarrow.fs import LocalFileSystem
 
 from ray_dcp.errors import StorePermissionError
 from ray_dcp.storage.arrow import ArrowStore
-from tests.storage.contract import StoreContract
+from tests.storage.contract import FolderStoreContract
 
 
-class TestArrowStore(StoreContract):
+class TestArrowStore(FolderStoreContract):
     put_is_atomic = False  # files, unlike objects, are seen while they are written
 
     @pytest.fixture
     def store(self, tmp_path):
         return ArrowStore(LocalFileSystem(), str(tmp_path / "root"), url=str(tmp_path / "root"))
-
-    def put_behind(self, store, key, content):
-        path = Path(store.url, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-    def get_behind(self, store, key):
-        path = Path(store.url, key)
-        return path.read_bytes() if path.is_file() else None
 
 
 def test_a_denied_request_is_a_permission_error(monkeypatch, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -12,23 +11,14 @@ from ray_dcp.errors import StoreError, StorePermissionError
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.memory import MemoryStore
 from ray_dcp.storage.open import open_store
-from tests.storage.contract import StoreContract
+from tests.storage.contract import FolderStoreContract
 from tests.storage.failing import FailingStore, Faults
 
 
-class TestFailingStoreThatFailsNothing(StoreContract):
+class TestFailingStoreThatFailsNothing(FolderStoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         return FailingStore(LocalStore(tmp_path / "root"), Faults())
-
-    def put_behind(self, store, key, content):
-        path = Path(store.url, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-    def get_behind(self, store, key):
-        path = Path(store.url, key)
-        return path.read_bytes() if path.is_file() else None
 
 
 def exercise(store):

@@ -17,22 +17,13 @@ from ray_dcp.errors import NotAFolderError, StoreError, StorePermissionError
 from ray_dcp.storage.failures import as_store_error
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.store import FolderStore
-from tests.storage.contract import StoreContract
+from tests.storage.contract import FolderStoreContract
 
 
-class TestLocalStore(StoreContract):
+class TestLocalStore(FolderStoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         return LocalStore(tmp_path / "root")
-
-    def put_behind(self, store, key, content):
-        path = Path(store.url, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-    def get_behind(self, store, key):
-        path = Path(store.url, key)
-        return path.read_bytes() if path.is_file() else None
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from ray_dcp.storage.s3 import S3Store, part_attempts
 from ray_dcp.storage.s3_options import S3Options
 from ray_dcp.storage.urls import join_url
 from tests.storage.contract import KEYS, LARGE, SHARD, StoreContract
-from tests.storage.seaweed import BUCKET, SECRET_KEY
+from tests.storage.seaweed import BUCKET, HIDDEN_KEYS, SECRET_KEY
 
 
 def _path(store, key):
@@ -271,9 +271,7 @@ def test_keys_are_never_shown(seaweed, caplog):
     options = S3Options(
         endpoint="http://127.0.0.1:1",
         region="r",
-        access_key="hidden-1",
-        secret_key="hidden-2",
-        session_token="hidden-3",
+        **HIDDEN_KEYS,
         retry=RetryPolicy(max_attempts=2, initial_backoff_s=0.001),
     )
     store = open_store(options.url(f"s3://{BUCKET}/x"))

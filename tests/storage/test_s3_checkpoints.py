@@ -14,7 +14,7 @@ from ray_dcp.storage.open import open_store
 from ray_dcp.storage.s3_options import S3Options
 from ray_dcp.storage.urls import join_url
 from tests.ranks import ThreadRanks, require_no_errors
-from tests.storage.seaweed import ACCESS_KEY, SECRET_KEY
+from tests.storage.seaweed import ACCESS_KEY, HIDDEN_KEYS, SECRET_KEY
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool, torch.complex64)
 
@@ -138,9 +138,7 @@ def test_keys_in_a_url_are_in_no_message(seaweed, action, caplog, monkeypatch):
     options = S3Options(
         endpoint="http://127.0.0.1:1",
         region="r",
-        access_key="hidden-1",
-        secret_key="hidden-2",
-        session_token="hidden-3",
+        **HIDDEN_KEYS,
     )
     url = join_url(options.url(seaweed.new_url()), "step")
     call = dcp.save if action == "save" else dcp.load
