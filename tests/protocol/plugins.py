@@ -145,8 +145,8 @@ class MaterializingLoadPlanner(DefaultLoadPlanner):
 # Writers and readers.
 
 
-class PtFolderWriter(StorageWriter):
-    """A ``.pt`` file an item. Its methods take no keyword arguments that torch added later."""
+class InFolder:
+    """What a writer and a reader of a folder have in common."""
 
     def __init__(self, path):
         super().__init__()
@@ -155,6 +155,14 @@ class PtFolderWriter(StorageWriter):
     def reset(self, checkpoint_id=None):
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id):
+        return True
+
+
+class PtFolderWriter(InFolder, StorageWriter):
+    """A ``.pt`` file an item. Its methods take no keyword arguments that torch added later."""
 
     def set_up_storage_writer(self, is_coordinator):
         self.is_coordinator = is_coordinator
@@ -183,20 +191,8 @@ class PtFolderWriter(StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         (self.path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id):
-        return True
 
-
-class PtFolderReader(StorageReader):
-    def __init__(self, path):
-        super().__init__()
-        self.path = Path(path)
-
-    def reset(self, checkpoint_id=None):
-        if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
-
+class PtFolderReader(InFolder, StorageReader):
     def read_metadata(self):
         return pickle.loads((self.path / "metadata.pkl").read_bytes())
 
@@ -222,10 +218,6 @@ class PtFolderReader(StorageReader):
                 target.copy_(stored)
                 planner.commit_tensor(item, target)
         return done(None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id):
-        return True
 
 
 class OneFileWriter(PtFolderWriter):
