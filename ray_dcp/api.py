@@ -311,6 +311,15 @@ def preparing(kind: str, group: RankGroup | None, *, alone: bool = False) -> Ite
         raise
 
 
+def reset_first(
+    kind: str, storage: StorageWriter | StorageReader, process_group: ProcessGroup | None, no_dist: bool
+) -> None:
+    """As torch's old calls do, whose writers and readers know their place themselves; it is a part of the call."""
+    group = ranks_of(None, process_group, no_dist)
+    with preparing(kind, group, alone=group is None):
+        storage.reset()
+
+
 def _place(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageReader | None) -> CheckpointId | None:
     """What an error is to name, also where only the writer or reader knows it."""
     if checkpoint_id is None and isinstance(storage, StoreWriter | StoreReader):
@@ -384,6 +393,7 @@ __all__ = [
     "newest",
     "preparing",
     "ranks_of",
+    "reset_first",
     "save",
     "tell_earlier",
 ]

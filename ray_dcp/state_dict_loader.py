@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from typing_extensions import deprecated
 
-from ray_dcp.api import load, preparing, ranks_of
+from ray_dcp.api import load, reset_first
 
 
 @deprecated(
@@ -29,9 +29,7 @@ def load_state_dict(
 
     ``coordinator_rank`` makes no difference: an actor coordinates. Planners and readers are told that rank 0 does.
     """
-    group = ranks_of(None, process_group, no_dist)
-    with preparing("load", group, alone=group is None):
-        storage_reader.reset()
+    reset_first("load", storage_reader, process_group, no_dist)
     load(state_dict, storage_reader=storage_reader, process_group=process_group, no_dist=no_dist, planner=planner)
 
 

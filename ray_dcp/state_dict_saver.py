@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 from typing_extensions import deprecated
 
-from ray_dcp.api import AsyncSaveResponse, async_save, preparing, ranks_of, save
+from ray_dcp.api import AsyncSaveResponse, async_save, reset_first, save
 
 
 @deprecated(
@@ -32,9 +32,7 @@ def save_state_dict(
 
     ``coordinator_rank`` makes no difference: an actor coordinates. Planners and writers are told that rank 0 does.
     """
-    group = ranks_of(None, process_group, no_dist)
-    with preparing("save", group, alone=group is None):
-        storage_writer.reset()
+    reset_first("save", storage_writer, process_group, no_dist)
     return save(
         state_dict, storage_writer=storage_writer, process_group=process_group, no_dist=no_dist, planner=planner
     )
