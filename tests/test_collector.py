@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from ray_dcp.collector import collector_paused
+from tests.slack import within
 
 
 def test_it_rests_within_and_works_afterwards():
@@ -32,11 +33,11 @@ def test_the_last_of_several_threads_wakes_it_up():
     def other():
         with collector_paused():
             entered.set()
-            leave.wait(10)
+            leave.wait(within(10))
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert entered.wait(10)
+    assert entered.wait(within(10))
     with collector_paused():
         pass
     assert not gc.isenabled()

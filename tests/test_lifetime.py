@@ -137,7 +137,7 @@ def test_a_fork_saves_and_loads_by_itself_and_waits_for_nothing_of_its_parent(tm
                 except ForkedProcessError as error:
                     seen.append((error.pid == os.getppid(), "goes on there" in str(error)))
             dcp.save({"w": torch.full((4,), 2.0)}, checkpoint_id=f"{ROOT}/child", no_dist=True)
-            dcp.async_save({"w": torch.full((4,), 3.0)}, checkpoint_id=f"{ROOT}/behind", no_dist=True).result(20)
+            dcp.async_save({"w": torch.full((4,), 3.0)}, checkpoint_id=f"{ROOT}/behind", no_dist=True).result(60)
             seen += [filled(f"{ROOT}/child"), filled(f"{ROOT}/behind"), gc.isenabled()]
             dcp.async_save({"w": torch.ones(4)}, storage_writer=Full(f"{ROOT}/full"), no_dist=True)
             told.put(seen)

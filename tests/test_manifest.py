@@ -24,6 +24,7 @@ from ray_dcp.manifest import (
     encode_manifest,
     metadata_digest,
 )
+from tests.slack import within
 
 CHUNK = Entry("model.weight", (0, 4), (2, 4), "bfloat16", "__0_0_ab.distcp", 0, 400, 64, 16, (7, 2**32 - 1), 0)
 ZERO_DIM = Entry("step", (), (), "int64", "__1_0_ab.distcp", 0, 200, 64, 8, (3,), 1)
@@ -169,7 +170,7 @@ def test_twenty_thousand_entries_take_well_under_a_second():
     start = time.perf_counter()
     content = encode_manifest(manifest_of(*rows))
     assert decode_manifest(content, "m").entries == rows
-    assert time.perf_counter() - start < 2  # 0.3 s on an idle core
+    assert time.perf_counter() - start < within(2)  # 0.3 s on an idle core
     assert len(content) < 50 * len(rows)
 
 

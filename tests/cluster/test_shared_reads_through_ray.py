@@ -13,6 +13,7 @@ import torch
 import ray_dcp as dcp
 from ray_dcp.dcp_io.record_reads import RecordReads
 from ray_dcp.dcp_io.shared_segment import PREFIX
+from tests.slack import within
 
 pytestmark = pytest.mark.ray
 
@@ -100,7 +101,7 @@ def test_a_rank_that_is_killed_while_it_reads_for_others_is_named_by_all(ranks, 
         for rank in (0, 2, 3):
             failed, took_s, told = ray.get(calls[rank], timeout=60)
             assert failed == [1], told
-            assert took_s < 5
+            assert took_s < within(5)
         assert left_in_shared_memory() == []
     finally:
         ranks.forget()

@@ -35,6 +35,7 @@ from ray_dcp import CheckpointException
 from ray_dcp.dcp_io.metadata_file import decode_metadata, decode_python, encode_metadata
 from ray_dcp.errors import CorruptCheckpointError, UnsafeDataError
 from tests.shardings import same_bits
+from tests.slack import within
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -346,7 +347,7 @@ class TestPythonObjects:
         with ThreadPoolExecutor(1) as threads:
             loading = threads.submit(decoded, first)
             loading.add_done_callback(lambda _: first_done.set())
-            assert first_reads.wait(10)
+            assert first_reads.wait(within(10))
             assert decoded(second).tolist() == [1, 1, 1]
             assert loading.result(30).tolist() == [1, 1, 1]
 

@@ -21,6 +21,7 @@ from ray_dcp.layout import parse_shard_file
 from ray_dcp.manifest import decode_manifest
 from ray_dcp.points import Point
 from tests.ranks import ThreadRanks, require_no_errors
+from tests.slack import within
 
 AT_COORDINATOR = (
     Point.GLOBAL_PLAN,
@@ -141,7 +142,7 @@ def assert_one_attempt(folder: Path) -> None:
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Return when ``condition()`` holds; fails the test when it does not in time."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + within(timeout_s)
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"
         time.sleep(0.02)

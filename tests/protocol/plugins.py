@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import ray_dcp as dcp
+from tests.slack import within
 
 
 def done(value):
@@ -357,7 +358,7 @@ class HalfSilentWriter(FileSystemWriter):
         def failing_in_helpers(path, mode):
             if threading.current_thread() is not caller:
                 raise OSError("disk full")
-            barrier.wait(5)  # until the helper has taken its file, which it then loses
+            barrier.wait(within(5))  # until the helper has taken its file, which it then loses
             return create_stream(path, mode)
 
         caller, barrier = threading.current_thread(), threading.Event()

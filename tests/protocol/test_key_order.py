@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.ranks import ThreadRanks, require_no_errors
+from tests.slack import within
 
 
 class Together:
@@ -19,11 +20,11 @@ class Together:
         self._barriers = barriers
 
     def state_dict(self):
-        self._barriers["state_dict"].wait(timeout=10)
+        self._barriers["state_dict"].wait(timeout=within(10))
         return {"t": self.tensor}
 
     def load_state_dict(self, state_dict):
-        self._barriers["load_state_dict"].wait(timeout=10)
+        self._barriers["load_state_dict"].wait(timeout=within(10))
         self.tensor = state_dict["t"]
 
 

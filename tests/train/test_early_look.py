@@ -11,6 +11,7 @@ import pytest
 
 from ray_dcp.train import early_look
 from ray_dcp.train.controller import listen
+from tests.slack import within
 
 
 class Controller:
@@ -39,7 +40,7 @@ def test_a_controller_that_is_told_looks_at_once_and_waits_for_no_slow_answer() 
         return controller, time.monotonic() - started
 
     controller, seconds = asyncio.run(scenario())
-    assert seconds < 5
+    assert seconds < within(5)
     assert controller.timeouts == [30.0, 0.5]
     assert controller._health_check_interval_s == 30.0
 
@@ -65,7 +66,7 @@ def test_being_told_in_between_counts_for_the_next_look() -> None:
         early_look.look_now(controller)
         await controller._poll_workers()
         early_look.look_now(controller)
-        await asyncio.wait_for(controller._poll_workers(), timeout=5)
+        await asyncio.wait_for(controller._poll_workers(), timeout=within(5))
 
     asyncio.run(scenario())
 
@@ -94,9 +95,9 @@ def test_each_death_of_an_actor_is_told_once() -> None:
     try:
         assert not told.acquire(timeout=0.3)
         actors[1].state = early_look._DEAD
-        assert told.acquire(timeout=10)
+        assert told.acquire(timeout=within(10))
         actors[0].state = early_look._DEAD
-        assert told.acquire(timeout=10)
+        assert told.acquire(timeout=within(10))
         assert not told.acquire(timeout=0.3)
     finally:
         watch.stop()

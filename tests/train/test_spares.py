@@ -16,6 +16,7 @@ from ray import cloudpickle
 
 from ray_dcp.train import spare_process, spares
 from ray_dcp.train.spare_process import Surroundings, import_all, own_surroundings
+from tests.slack import within
 
 _RARE = "sunau"
 """A module that no worker loads by itself."""
@@ -73,7 +74,7 @@ def has_loaded(module: str) -> bool:
 
 
 def wait_for(look: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + within(timeout_s)
     while not look():
         assert time.monotonic() < deadline
         time.sleep(0.05)
