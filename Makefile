@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Some hundred processes are started by the tests: each need not compile all modules anew.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test nightly lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python jobs/elastic_train.py
 
+# In several processes; `pytest FILE` works without them.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 # What takes too long for every commit: ten thousand new interleavings and damaged files, and whatever is marked slow.
 nightly: $(STAMP)

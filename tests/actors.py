@@ -7,6 +7,8 @@ from typing import Any
 
 import ray
 
+from tests.slack import within
+
 
 @ray.remote(num_cpus=0.1, max_concurrency=2)
 class RankActor:
@@ -25,7 +27,7 @@ class RankActor:
         try:
             key = (name, rank, world_size)
             if key not in self.groups:
-                self.groups[key] = dcp.RankGroup.join(name, rank=rank, world_size=world_size, timeout_s=120)
+                self.groups[key] = dcp.RankGroup.join(name, rank=rank, world_size=world_size, timeout_s=within(120))
             with self.groups[key]:
                 return on_rank(rank, world_size, *args)
         except Exception as error:
@@ -62,7 +64,7 @@ class SharedRanks:
             actor.run.remote(rank, world_size, group, on_rank, *args)
             for rank, actor in enumerate(self.actors(world_size))
         ]
-        return ray.get(calls, timeout=180)
+        return ray.get(calls, timeout=within(180))
 
     def ok(self, world_size: int, on_rank: Callable[..., Any], *args: Any, name: str | None = None) -> list[Any]:
         """As ``run``; raises the first error of a rank."""

@@ -10,6 +10,8 @@ from datetime import timedelta
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.in_parallel import arrange
+
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local test cluster; else Ray writes a token into the home folder
 
 
@@ -18,6 +20,18 @@ os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 # A run that was started in the background may have it ignored, and so would the programs whose Ctrl-C is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)  # the second Python of CI is without it
+def pytest_xdist_auto_num_workers() -> int:
+    """Of ``-n auto``, which is in `make test`: two more than there are CPUs, as those with a cluster mostly wait."""
+    return min(8, (os.cpu_count() or 1) + 2)
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks at the marks in its own
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        arrange(items)
 
 
 def interleavings(*, new: int = 0) -> settings:

@@ -21,6 +21,7 @@ from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner,
 from ray_dcp.protocol.membership import JoinRequest
 from ray_dcp.protocol.save import SaveRequest, default_save_planner, save
 from ray_dcp.protocol.wire import CallId
+from tests.slack import within
 
 
 class _ThreadLink:
@@ -32,7 +33,7 @@ class _ThreadLink:
         self._rank = rank
 
     def send(self, phase: str, message: bytes) -> bytes:
-        return self._ranks.coordinator.contribute(self._call_id, self._rank, phase, message).result(timeout=30)
+        return self._ranks.coordinator.contribute(self._call_id, self._rank, phase, message).result(timeout=within(30))
 
     def tell(self, failure: RankFailure) -> None:
         self._ranks.coordinator.fail(self._call_id, self._rank, failure)
@@ -77,7 +78,7 @@ class ThreadRanks:
         """What ``on_rank`` returns or raises on every rank, all at once, in rank order."""
         with ThreadPoolExecutor(self.world_size) as threads:
             futures = [threads.submit(on_rank, rank) for rank in range(self.world_size)]
-            return [future.exception(timeout=60) or future.result() for future in futures]
+            return [future.exception(timeout=within(60)) or future.result() for future in futures]
 
     def save(self, state_of: Callable[[int], dict[str, Any]], checkpoint_id: Any, **options: Any) -> list[Any]:
         """Save ``state_of(rank)`` on every rank; ``Metadata`` or error of each."""

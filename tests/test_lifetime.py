@@ -8,10 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
 import torch
 
 import ray_dcp as dcp
+from tests.slack import within
 
 _WRITERS = """
     import os, sys, threading, time
@@ -60,7 +60,7 @@ def run(script: str, tmp_path: Path, *, returns: int = 0) -> tuple[str, str]:
         [sys.executable, "-W", "ignore", "-c", whole, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=within(120),
         cwd=Path(__file__).parent.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -74,7 +74,6 @@ def loaded(place: Path) -> list[float]:
     return state["w"].tolist()
 
 
-@pytest.mark.timeout(150)
 def test_a_save_and_a_sweep_under_way_are_finished_when_the_process_ends_and_nothing_is_said(tmp_path):
     left = tmp_path / "step-00000009" / "__0_0_0000000000000001deadbeef.distcp"
     left.parent.mkdir()
@@ -100,7 +99,6 @@ def test_a_save_and_a_sweep_under_way_are_finished_when_the_process_ends_and_not
     assert not left.exists()
 
 
-@pytest.mark.timeout(150)
 def test_a_failure_that_nobody_saw_is_printed_with_its_cause_when_the_process_ends(tmp_path):
     script = """
         try:
@@ -120,7 +118,6 @@ def test_a_failure_that_nobody_saw_is_printed_with_its_cause_when_the_process_en
     assert "No space left on device" in told
 
 
-@pytest.mark.timeout(150)
 def test_a_fork_saves_and_loads_by_itself_and_waits_for_nothing_of_its_parent(tmp_path):
     script = """
         import gc, multiprocessing

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slack import within
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -44,7 +46,12 @@ def test_its_first_program_runs(tmp_path):
     (tmp_path / "program.py").write_text(program)
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     ran = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=within(200),
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "loaded=('step', 'weight')" in ran.stdout

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slack import within
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 COMPARE = Path(__file__).parents[2] / "benchmarks" / "compare.py"
@@ -29,7 +31,7 @@ VARIANTS = {
 
 def compare(*options, timeout_s=400):
     return subprocess.run(
-        [sys.executable, str(COMPARE), *map(str, options)], capture_output=True, text=True, timeout=timeout_s
+        [sys.executable, str(COMPARE), *map(str, options)], capture_output=True, text=True, timeout=within(timeout_s)
     )
 
 

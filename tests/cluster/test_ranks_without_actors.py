@@ -67,7 +67,7 @@ def test_a_program_that_is_killed_is_lost_within_seconds(actor):
         assert program.stdout.readline() == "joined\n"
         killed_at = time.monotonic()
         program.kill()
-        error, noticed_at = ray.get(waiting, timeout=60)
+        error, noticed_at = ray.get(waiting, timeout=within(60))
         assert error.failed_ranks == (0,)
         assert isinstance(error.__cause__, RankLostError)
         assert noticed_at - killed_at < within(DEAD_PROCESS_S)
@@ -78,10 +78,10 @@ def test_a_program_that_is_killed_is_lost_within_seconds(actor):
 def test_a_program_that_is_busy_for_longer_than_the_limit_is_not(actor):
     with start("busy-program", busy_s=6) as program:
         waiting = actor.run.remote(1, 2, "busy-program", meet)
-        outcome, _ = ray.get(waiting, timeout=60)
+        outcome, _ = ray.get(waiting, timeout=within(60))
         assert outcome == "met"
         assert program.stdout.read() == "joined\nmet\n"
-        assert program.wait(60) == 0
+        assert program.wait(within(60)) == 0
 
 
 LEAVES_THE_CLUSTER = """
@@ -105,7 +105,7 @@ def test_a_program_that_leaves_the_cluster_is_told_so_and_starts_no_other_one(ra
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
-        timeout=120,
+        timeout=within(120),
     )
     assert "this process has left the Ray cluster in which it joined" in ended.stdout
     assert ended.stdout.endswith("connected: False\n")

@@ -12,7 +12,7 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp.dcp_io.record_reads import RecordReads
-from ray_dcp.dcp_io.shared_segment import PREFIX
+from tests.shared_memory import require_none_left
 from tests.slack import within
 
 pytestmark = pytest.mark.ray
@@ -52,10 +52,6 @@ def load_columns(rank, world_size, place):
     return wrong, counted, report.nbytes_read, report.nbytes_loaded
 
 
-def left_in_shared_memory():
-    return [name for name in os.listdir("/dev/shm") if name.startswith(PREFIX)]
-
-
 @pytest.mark.slow  # eight processes have to start
 def test_eight_actors_that_load_columns_of_what_two_saved_by_rows_read_each_byte_once(ranks, tmp_path):
     ranks.ok(2, save_rows, tmp_path / "c")
@@ -65,7 +61,7 @@ def test_eight_actors_that_load_columns_of_what_two_saved_by_rows_read_each_byte
     counted, read, loaded = (sum(column) for column in list(zip(*outcomes, strict=True))[1:])
     assert (read, loaded) == (NBYTES, NBYTES)
     assert counted < 1.1 * NBYTES
-    assert left_in_shared_memory() == []
+    require_none_left()
 
 
 def load_and_kill(rank, world_size, place, die_at):
@@ -102,6 +98,6 @@ def test_a_rank_that_is_killed_while_it_reads_for_others_is_named_by_all(ranks, 
             failed, took_s, told = ray.get(calls[rank], timeout=60)
             assert failed == [1], told
             assert took_s < within(5)
-        assert left_in_shared_memory() == []
+        require_none_left()
     finally:
         ranks.forget()

@@ -266,7 +266,7 @@ def test_what_the_user_has_allowed_already_is_not_told_of(tmp_path, told, kind):
 @pytest.mark.parametrize(
     "value",
     [functools.partial(function), collections.defaultdict(function), function, Data, {"a": [os.path.join]}, Color],
-    ids=repr,
+    ids=["a partial", "a defaultdict", "a function", "a class", "a function in a list", "an enum"],
 )
 def test_functions_and_classes_are_told_of_and_refused(tmp_path, told, value):
     dcp.save({"key": (value,)}, checkpoint_id=tmp_path / "c", no_dist=True)

@@ -21,6 +21,7 @@ from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import same_bits
+from tests.slack import within
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -144,7 +145,7 @@ class TestFailures:
             "dcp.save(new, checkpoint_id=sys.argv[1], no_dist=True)\n"
         )
         manifest = (tmp_path / "manifest.parquet").read_bytes()
-        ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=120)
+        ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=within(120))
         assert ran.returncode == 9, ran.stderr
         assert (tmp_path / "manifest.parquet").read_bytes() != manifest
         assert holds(tmp_path, 1.0)

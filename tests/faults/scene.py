@@ -42,7 +42,7 @@ class Rank:
         self.group: Any = None
 
     def join(self, name: str, rank: int, world_size: int, limits: Limits) -> int:
-        self.group = dcp.RankGroup.join(name, rank=rank, world_size=world_size, limits=limits, timeout_s=120)
+        self.group = dcp.RankGroup.join(name, rank=rank, world_size=world_size, limits=limits, timeout_s=within(120))
         return os.getpid()
 
     def do(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -173,10 +173,10 @@ class Cast:
         joins = [
             actor.join.remote(self.name, rank, self.world_size, self.limits) for rank, actor in enumerate(self.actors)
         ]
-        self.pids = ray.get(joins, timeout=120)
+        self.pids = ray.get(joins, timeout=within(120))
 
     def do(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return ray.get([actor.do.remote(function, *args) for actor in self.actors], timeout=120)
+        return ray.get([actor.do.remote(function, *args) for actor in self.actors], timeout=within(120))
 
     def save(self, place: Path, value: float) -> None:
         """Save without a fault."""
@@ -186,7 +186,7 @@ class Cast:
         return ray.get_actor(f"coordinator/{self.name}", namespace="ray_dcp")
 
     def coordinator_pid(self) -> int:
-        return ray.get(self.coordinator().__ray_call__.remote(lambda actor: os.getpid()), timeout=60)
+        return ray.get(self.coordinator().__ray_call__.remote(lambda actor: os.getpid()), timeout=within(60))
 
     def arm(self, point: Point, kind: str, stamp: Path) -> None:
         """``kind``: raise, or kill or stop the rank 1 or the coordinator ("kill rank")."""
@@ -198,16 +198,19 @@ class Cast:
         """In the process that comes to ``point``: the coordinator's or rank 1's."""
         arguments = (point.title, action, str(stamp))
         if point in AT_COORDINATOR:
-            ray.get(self.coordinator().__ray_call__.remote(lambda actor, *given: arm(*given), *arguments), timeout=60)
+            ray.get(
+                self.coordinator().__ray_call__.remote(lambda actor, *given: arm(*given), *arguments),
+                timeout=within(60),
+            )
         else:
-            ray.get(self.actors[1].call.remote(arm, *arguments), timeout=60)
+            ray.get(self.actors[1].call.remote(arm, *arguments), timeout=within(60))
 
     def start(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return [actor.do.remote(function, *args) for actor in self.actors]
 
     def outcomes(self, references: list[Any], stamp: Path, *, without: tuple[int, ...] = ()) -> Outcomes:
         """Of all ranks but ``without``."""
-        found = {r: ray.get(ref, timeout=60) for r, ref in enumerate(references) if r not in without}
+        found = {r: ray.get(ref, timeout=within(60)) for r, ref in enumerate(references) if r not in without}
         since = float(stamp.read_text())
         return Outcomes({r: outcome for r, (outcome, _) in found.items()}, max(at for _, at in found.values()) - since)
 

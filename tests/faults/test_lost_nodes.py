@@ -23,13 +23,12 @@ def lose_nodes(flags: str, *points: str) -> dict[str, dict]:
         flags,
         *points,
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=within(280))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     return {line["point"]: line for line in lines}
 
 
-@pytest.mark.timeout(300)
 def test_a_lost_node_is_named_within_seconds_under_fast_health_checks():
     ended = lose_nodes("fast", "mid write", "before manifest", "mid read")
     for point in ("mid write", "mid read"):
@@ -42,7 +41,6 @@ def test_a_lost_node_is_named_within_seconds_under_fast_health_checks():
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_a_frozen_node_that_was_declared_dead_wakes_up_and_changes_nothing():
     """What it has left is not part of any checkpoint: the program itself checks that, after it has woken up."""
     ended = lose_nodes("fast", "freeze: mid write", "freeze: before result")
@@ -52,7 +50,6 @@ def test_a_frozen_node_that_was_declared_dead_wakes_up_and_changes_nothing():
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_a_lost_node_is_named_in_time_under_rays_default_health_checks():
     (ended,) = lose_nodes("default", "mid write").values()
     assert ended["failed_ranks"] == [1], ended

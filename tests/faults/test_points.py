@@ -16,6 +16,7 @@ from ray_dcp.layout import parse_shard_file
 from ray_dcp.points import Point
 from tests.faults.scene import AT_COORDINATOR, Cast, load_at, save_at, value_at, wait_until
 from tests.faults.survival import DEAD_PROCESS_S, RAISED_S
+from tests.shared_memory import require_none_left
 from tests.slack import within
 
 pytestmark = pytest.mark.ray
@@ -29,11 +30,10 @@ NEW_COORDINATOR_S = 30.0
 
 @pytest.fixture(scope="module")
 def cast(ray_session):
-    before = set(os.listdir("/dev/shm"))
     own = Cast("faults")
     yield own
     own.end()
-    assert set(os.listdir("/dev/shm")) <= before
+    require_none_left()
 
 
 def by_title(point: Point) -> str:

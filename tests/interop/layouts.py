@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.slack import within
+
 WORLD_SIZES = {"plain": 1, "ddp": 2, "fsdp": 2, "fsdp of 3": 3, "hsdp": 4, "fsdp+tp": 4}
 
 
@@ -149,7 +151,7 @@ def in_group(ranks: Any, world_size: int, on_rank: Callable[..., Any], folder: P
     ]
     waiting = list(calls)
     while waiting:
-        ended, waiting = ray.wait(waiting, timeout=120)
+        ended, waiting = ray.wait(waiting, timeout=within(120))
         for outcome in ray.get(ended) if ended else [TimeoutError(f"{len(waiting)} ranks hang in {on_rank.__name__}")]:
             if isinstance(outcome, BaseException):
                 ranks.forget()

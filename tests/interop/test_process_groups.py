@@ -13,6 +13,7 @@ import ray_dcp as dcp
 from ray_dcp import LocalShards
 from tests.cluster.test_group import ray_dcp_actors, until
 from tests.interop import layouts
+from tests.slack import within
 
 pytestmark = pytest.mark.ray
 
@@ -117,7 +118,10 @@ except GroupError as error:
 
 def test_several_ranks_without_a_connection_to_ray_are_told_what_to_do(tmp_path):
     ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_RAY, "2", str(tmp_path / "c")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITHOUT_RAY, "2", str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        timeout=within(120),
     )
     assert ran.stdout.startswith("GroupError"), ran.stdout + ran.stderr
     for words in ("torch.distributed has 2 ranks", 'ray.init(address="auto")', "no_dist=True"):

@@ -9,6 +9,8 @@ import sys
 import pytest
 import ray
 
+from tests.slack import within
+
 pytestmark = pytest.mark.ray
 
 PROGRAM = """
@@ -58,7 +60,7 @@ def test_it_is_told_how_to_reach_ray_and_then_saves_and_loads(ray_session, tmp_p
         env={**os.environ, "RAY_ADDRESS": cluster, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=within(180),
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
     for rank in range(2):

@@ -51,7 +51,7 @@ def started_job(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]
 
 def run_job(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     with started_job(folder, "--json", str(folder / "result.json"), *arguments) as job:
-        output, _ = job.communicate(timeout=300)
+        output, _ = job.communicate(timeout=within(300))
     assert job.returncode == 0, output
     return json.loads((folder / "result.json").read_text()), output
 
@@ -60,7 +60,6 @@ def workers_over_time(result: dict[str, Any]) -> list[int]:
     return [stretch["world_size"] for stretch in result["stretches"]]
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("kill", "workers", "expected", "more"),
     [
@@ -107,7 +106,7 @@ def test_a_job_that_is_stopped_leaves_nothing_behind(sent: signal.Signals) -> No
 
         wait_for("raylet", raylet)
         job.send_signal(sent)
-        output, _ = job.communicate(timeout=60)
+        output, _ = job.communicate(timeout=within(60))
         # Ray has a handler of its own for SIGTERM, which exits with 1.
         assert job.returncode in (128 + sent, 1), output
         assert [child for child in children if still_runs(child)] == []

@@ -54,7 +54,9 @@ def test_columns_of_one_buffer_lie_apart():
 
 
 @pytest.mark.parametrize(
-    "other", [lambda w: w, lambda w: w.detach(), torch.nn.Parameter, lambda w: w.view(2, 2)[:]], ids=str
+    "other",
+    [lambda w: w, lambda w: w.detach(), torch.nn.Parameter, lambda w: w.view(2, 2)[:]],
+    ids=["itself", "detached", "a parameter", "a view of all"],
 )
 def test_one_tensor_under_two_names_is_tied(other):
     weight = torch.zeros(2, 2)
@@ -62,7 +64,9 @@ def test_one_tensor_under_two_names_is_tied(other):
     assert (found.fqns, found.is_tied) == (("a", "b"), True)
 
 
-@pytest.mark.parametrize("other", [lambda w: w[1:], lambda w: w.t(), lambda w: w.view(torch.int32)], ids=str)
+@pytest.mark.parametrize(
+    "other", [lambda w: w[1:], lambda w: w.t(), lambda w: w.view(torch.int32)], ids=["a row", "turned", "as integers"]
+)
 def test_another_view_of_it_is_not(other):
     weight = torch.zeros(2, 2)
     (found,) = shared_memory({"a": weight, "b": other(weight)})

@@ -16,6 +16,7 @@ from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, OutOfStepError, StateDictError, UnknownSchemeError
 from ray_dcp.protocol.background import BackgroundSaves
 from tests.ranks import ThreadRanks, require_no_errors
+from tests.slack import within
 
 
 def template():
@@ -104,7 +105,7 @@ def test_no_permission(tmp_path):
         "except dcp.CheckpointException as error: print(type(error.__cause__).__name__, error)\n"
     )
     place = tmp_path / "theirs" / "c"
-    ran = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True, timeout=within(120))
     assert ran.stdout.startswith("StorePermissionError"), ran.stdout + ran.stderr
     assert str(place) in ran.stdout
     assert list((tmp_path / "theirs").iterdir()) == []

@@ -13,12 +13,14 @@ import torch
 import ray_dcp as dcp
 from ray_dcp.config import Limits
 from ray_dcp.dcp_io.record_reads import RecordReads
-from ray_dcp.dcp_io.shared_segment import PREFIX, Sharing
+from ray_dcp.dcp_io.shared_segment import Sharing
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.manifest import decode_manifest
 from ray_dcp.protocol.coordinator import Coordinator
 from tests.ranks import ThreadRanks, require_no_errors
+from tests.shared_memory import require_none_left
+from tests.slack import within
 from tests.storage.failing import Faults
 
 SHAPE = (4096, 640)
@@ -96,7 +98,7 @@ def test_it_is_so_without_being_asked_for_and_nothing_stays_in_shared_memory(sav
     templates = [columns(rank, 4) for rank in range(4)]
     assert nbytes_read(require_no_errors(ThreadRanks(4).load(templates, saved))) == NBYTES
     assert all(map(are_right, templates))
-    assert [name for name in os.listdir("/dev/shm") if name.startswith(PREFIX)] == []
+    require_none_left()
 
 
 def test_replicated_values_are_read_once_by_all_ranks_together(saved, memory):
@@ -312,7 +314,7 @@ def test_a_rank_that_stands_still_is_the_one_that_is_named(saved, memory, at_rea
             assert wake.wait(60)
 
     at_read(stop)
-    ranks = ThreadRanks(8, limits=Limits(stall_timeout_s=0.5))
+    ranks = ThreadRanks(8, limits=Limits(stall_timeout_s=within(0.5)))
     who = {}
 
     def on_rank(rank):
