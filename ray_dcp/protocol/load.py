@@ -14,7 +14,7 @@ import functools
 import inspect
 import io
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -35,7 +35,7 @@ from ray_dcp.planning.collect import CollectedTemplate
 from ray_dcp.planning.flat import flat_state
 from ray_dcp.planning.foreign_names import matched_names
 from ray_dcp.planning.optimizer_check import optimizer_problems
-from ray_dcp.planning.per_rank import PerRankTemplate
+from ray_dcp.planning.per_rank import PerRankTemplate, per_rank_fqn
 from ray_dcp.planning.shared_reads import ShareOffer
 from ray_dcp.planning.stored_names import EVERYTHING, NameChoice, SeenNames, seen_names
 from ray_dcp.planning.template import TemplatePlanner
@@ -360,9 +360,13 @@ def _planned(
 ) -> _PlannedLoad:
     rest = python.rest_of(plan)
     if check is None:
-        loaded = tuple(sorted({item.dest_index.fqn for item in plan.items}))
-        return _PlannedLoad(rest, python, loaded, (), unexpected)
-    return _PlannedLoad(rest, python, check.wanted, check.missing, unexpected)
+        return _PlannedLoad(rest, python, _reported(item.dest_index.fqn for item in plan.items), (), unexpected)
+    return _PlannedLoad(rest, python, _reported(check.wanted), check.missing, unexpected)
+
+
+def _reported(fqns: Iterable[str]) -> tuple[str, ...]:
+    """Names as the user knows them: that of a ``PerRank``, not those of the ranks' values in it."""
+    return tuple(sorted(set(map(per_rank_fqn, fqns))))
 
 
 def _runs_code_to_restore(request: LoadRequest, template: _Template) -> bool:

@@ -162,3 +162,18 @@ def test_a_background_save_takes_the_values_of_the_moment(tmp_path):
     filled = {"cursor": PerRank(None)}
     dcp.load(filled, checkpoint_id=tmp_path, no_dist=True)
     assert filled["cursor"].value == {"position": [1]}
+
+
+def test_a_report_has_the_names_that_the_user_knows(tmp_path):
+    save(2, tmp_path)
+    loaded = ("loader.cursors.0", "loader.cursors.1", "rng", "step", "w")
+    for world_size in (2, 1, 3):
+        templates = [template(lambda values, rank, world_size: values[0]) for _ in range(world_size)]
+        for report in require_no_errors(ThreadRanks(world_size).load(templates, tmp_path)):
+            assert (report.loaded, report.missing, report.unexpected) == (loaded, (), ())
+    lacking = {"step": 0, "more": PerRank(0)}
+    (report,) = require_no_errors(ThreadRanks(1).load([lacking], tmp_path, strict=False))
+    expected = (("step",), ("more",), ("loader.cursors.0", "loader.cursors.1", "rng", "w"))
+    assert (report.loaded, report.missing, report.unexpected) == expected
+    empty = [template() | {"loader": {}} for _ in range(2)]
+    assert {report.loaded for report in require_no_errors(ThreadRanks(2).load(empty, tmp_path))} == {loaded}
