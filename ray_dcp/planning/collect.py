@@ -147,6 +147,11 @@ class CollectedTemplate:
         """Each with its name."""
         return [(slot.fqn, slot.stateful) for slot in self._slots]
 
+    @property
+    def originals(self) -> dict[int, Any]:
+        """The caller's own container by the id of its copy; not that of the whole, into which all is put as ever."""
+        return {id(copy): original for original, copy in self._copies[1:]}
+
     def restore(
         self, is_wanted: Callable[[str], bool] = lambda fqn: True, on_meta: Collection[str] = frozenset()
     ) -> None:

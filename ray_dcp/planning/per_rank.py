@@ -7,11 +7,13 @@ one, since planners flatten dicts and lists but never tuples. So any planner car
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ray_dcp.errors import StateDictError
+from ray_dcp.planning.assignable import assign_problem
 from ray_dcp.planning.flat import LEAVES
 
 _NAME = re.compile(r"(?P<fqn>.+)\.__rank_(?P<rank>\d+)__")
@@ -57,14 +59,13 @@ def is_per_rank_name(fqn: str) -> bool:
 
 def per_rank_base(fqn: str) -> str | None:
     """The name of the value of which ``fqn`` is one rank's; None where it is no such name."""
-    match = _NAME.fullmatch(fqn)
+    match = _NAME.fullmatch(fqn) if ".__rank_" in fqn else None
     return match["fqn"] if match else None
 
 
 def per_rank_fqn(fqn: str) -> str:
     """The name of the ``PerRank`` of which ``fqn`` is one rank's value."""
-    match = _NAME.fullmatch(fqn)
-    return match["fqn"] if match else fqn
+    return per_rank_base(fqn) or fqn
 
 
 def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
@@ -80,7 +81,7 @@ def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    container: MutableMapping[Any, Any] | MutableSequence[Any]
+    container: Any
     key: Any
     fqn: str
     wanted: PerRank
@@ -90,7 +91,12 @@ class PerRankTemplate:
     """The ``PerRank`` values of a template, for one load at ``rank`` of ``world_size``."""
 
     def __init__(self, template: dict[str, Any], rank: int, world_size: int) -> None:
+        """Raises ``StateDictError`` for one in a container that cannot be changed."""
         self._slots = list(_find(template, ""))
+        found = [(slot.fqn, assign_problem(slot.container, slot.key)) for slot in self._slots]
+        problems = [f"{fqn}: a PerRank that {problem}" for fqn, problem in found if problem is not None]
+        if problems:
+            raise StateDictError("the template holds what a load cannot fill", problems)
         self._rank = rank
         self._world_size = world_size
 
@@ -114,9 +120,9 @@ class PerRankTemplate:
         places: list[dict[str, tuple[Any, ...]]] = [
             dict.fromkeys(self._keys_needed(saved.get(slot.fqn)), ()) for slot in self._slots
         ]
-        for slot, place in zip(self._slots, places, strict=True):
-            slot.container[slot.key] = place
         try:
+            for slot, place in zip(self._slots, places, strict=True):
+                slot.container[slot.key] = place
             yield
         finally:
             for slot in self._slots:
@@ -139,7 +145,7 @@ class PerRankTemplate:
 
 def _find(container: Any, prefix: str) -> Iterator[_Slot]:
     entries: Iterable[tuple[Any, Any]] = ()
-    if isinstance(container, MutableMapping):
+    if isinstance(container, Mapping):
         entries = list(container.items())
     elif isinstance(container, MutableSequence):
         entries = list(enumerate(container))

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
+from ray_dcp.planning.assignable import Assignments, own_key
 from ray_dcp.planning.containers import Containers
 from ray_dcp.planning.flat import LEAVES, NO_WORD, flat_state
 from ray_dcp.planning.layouts import ReadLayouts, local_part
@@ -66,6 +67,10 @@ class TemplatePlanner(DefaultLoadPlanner):
         self.rank, self.world_size = 0, 1
         self.containers: Containers | None = None
         """What the manifest says of mappings; None where there is nothing that says it."""
+        self.originals: Mapping[int, Any] = {}
+        """The user's own container by the id of its copy, where the template has one."""
+        self._python: list[str] = []
+        """The names of the Python values that are planned to be read."""
 
     @property
     def resolves_in_place(self) -> bool:
@@ -136,6 +141,7 @@ class TemplatePlanner(DefaultLoadPlanner):
                     "(cast=True converts)"
                 )
         self._problems = problems
+        self._python = [item.dest_index.fqn for item in items if item.type == LoadItemType.BYTE_IO]
         return LoadPlan(items)
 
     def check(self, *, strict: bool = True) -> TemplateCheck:
@@ -150,13 +156,23 @@ class TemplatePlanner(DefaultLoadPlanner):
         return compare(
             self.state_dict,
             self.metadata,
-            self._problems,
+            [*self._problems, *self._assign_problems()],
             tied=tied,
             empty=self._empty,
             # Of torch's checkpoints nobody knows whether an empty mapping was there.
             knows_empty=self.containers is not None,
             strict=strict,
         )
+
+    def _assign_problems(self) -> list[str]:
+        """A line for each value that is not filled in place, and that the template's container does not take."""
+        if not self.flatten_state_dict:
+            return []
+        grown = self._growth.names if self._growth is not None else frozenset[str]()
+        to_put = [fqn for fqn in (*self._python, *self._memory.on_meta) if fqn not in grown]
+        assignments = Assignments(self.original_state_dict, self.originals)
+        problems = assignments.problems(self.mappings, to_put)
+        return problems + (self._growth.problems(assignments) if self._growth is not None else [])
 
     def shared_memory(self) -> list[SharedMemory]:
         """Which of the tensors that will be filled share memory."""
@@ -270,14 +286,8 @@ def _is_in_a_value(fqn: str, flat: Mapping[str, Any]) -> bool:
 def set_at(container: Any, path: tuple[str | int, ...], value: Any) -> None:
     """Put ``value`` at ``path`` of nested dicts and lists; a string names the key that prints as it."""
     for part in path[:-1]:
-        container = container[_own_key(container, part)]
-    container[_own_key(container, path[-1])] = value
-
-
-def _own_key(container: Any, part: str | int) -> Any:
-    if not isinstance(container, Mapping) or part in container:
-        return part
-    return next((key for key in container if str(key) == part), part)
+        container = container[own_key(container, part)]
+    container[own_key(container, path[-1])] = value
 
 
 __all__ = ["TemplateCheck", "TemplatePlanner", "set_at", "without_names"]

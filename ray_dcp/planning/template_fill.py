@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ray_dcp.planning.assignable import Assignments, growth_problem
 from ray_dcp.planning.containers import MAX_INDEX, NO_KEYS, Containers, is_row, with_containers
 from ray_dcp.planning.flat import LEAVES
 from ray_dcp.planning.per_rank import PerRank, is_per_rank_name, per_rank_key, per_rank_world_sizes
@@ -115,6 +116,16 @@ class Growth:
     def places(self) -> set[str]:
         """The names of what is then no longer empty."""
         return {grown.place.fqn for grown in self._grown}
+
+    def problems(self, assignments: Assignments) -> list[str]:
+        """A line for each place that cannot be filled."""
+        found = []
+        for place in (grown.place for grown in self._grown):
+            empty = place.value
+            problem = assignments.problem(place.container, place.key) if empty is None else growth_problem(empty)
+            if problem is not None:
+                found.append(f"{place.fqn}: {problem}")
+        return found
 
     def put(self, values: Mapping[str, Any]) -> None:
         """Put the loaded values, by name, where they belong."""

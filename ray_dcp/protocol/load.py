@@ -309,6 +309,7 @@ def _plan_locally(
     planner, reader, is_coordinator = request.planner, request.reader, call.rank == 0
     if isinstance(planner, TemplatePlanner):
         planner.rank, planner.world_size = call.rank, call.world_size
+        planner.originals = template.collected.originals
     planner.set_up_planner(template.values, seen.metadata, is_coordinator)
     reader.set_up_storage_reader(metadata, is_coordinator, **accepted(reader.set_up_storage_reader, call.rank))
     if isinstance(planner, TemplatePlanner) and isinstance(reader, StoreReader):
