@@ -47,6 +47,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+from ray_dcp.system_error import SystemFacts
 from ray_dcp.wording import first_lines, number_runs
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -94,15 +95,20 @@ class NoCheckpointIdError(ConfigError, RuntimeError):
     """
 
 
-class StoreError(RayDcpError, OSError):
+class StoreError(SystemFacts, RayDcpError, OSError):
     """A store could not do what was asked; ``url`` says where, ``key`` which object ("" = the store itself)."""
 
     exit_code = 4
 
     def __init__(self, message: str, *, url: str, key: str = "") -> None:
         self.url = without_keys(url)
-        super().__init__(f"{message} ({self.url}{'/' + key if key else ''})")
         self.key = key
+        super().__init__(f"{message} ({self.filename})")
+
+    @property
+    def filename(self) -> str:
+        """Place and key."""
+        return f"{self.url}/{self.key}" if self.key else self.url
 
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):
@@ -150,7 +156,7 @@ class UnknownSchemeError(StoreError, ValueError, RuntimeError):
     exit_code = 2
 
 
-class CheckpointNotFoundError(RayDcpError, FileNotFoundError):
+class CheckpointNotFoundError(SystemFacts, RayDcpError, FileNotFoundError):
     """Nothing committed lies at ``checkpoint_id``; ``reason`` says what was found instead."""
 
     exit_code = 3
@@ -159,6 +165,11 @@ class CheckpointNotFoundError(RayDcpError, FileNotFoundError):
         super().__init__(f"no checkpoint at {without_keys(checkpoint_id)}: {reason}")
         self.checkpoint_id = checkpoint_id
         self.reason = reason
+
+    @property
+    def filename(self) -> str:
+        """The place."""
+        return without_keys(self.checkpoint_id)
 
 
 class CorruptCheckpointError(RayDcpError):

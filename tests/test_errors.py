@@ -151,3 +151,47 @@ def test_what_a_url_says_beside_its_place_is_in_no_message():
 def test_a_path_is_shown_as_it_is():
     for path in ("/runs/what?/a@b:c", "file:///runs/what?x=1", "./a?b"):
         assert errors.without_keys(path) == path
+
+
+FULL = OSError(28, "No space left on device", "/dir/.ray_dcp_0.tmp")
+
+
+def raised(error, cause):
+    try:
+        raise error from cause
+    except type(error) as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "facts"),
+    [
+        (raised(errors.StoreError("full", url="/dir", key="x"), FULL), (28, FULL.strerror, "/dir/x")),
+        (errors.StoreError("closed", url="s3://k:s@b/p?x=1"), (None, None, "s3://b/p")),
+        (
+            raised(
+                errors.StoreUnavailableError("no", url="/d", num_attempts=2, elapsed_s=1.0),
+                ConnectionError(104, "reset"),
+            ),
+            (104, "reset", "/d"),
+        ),
+        (
+            raised(errors.ObjectNotFoundError("gone", url="/dir", key="x"), NotADirectoryError(20, "Not a directory")),
+            (2, "No such file or directory", "/dir/x"),
+        ),
+        (errors.CheckpointNotFoundError("/dir", "nothing is there"), (2, "No such file or directory", "/dir")),
+        (
+            raised(errors.StorePermissionError("denied", url="/dir"), PermissionError(1, "Operation not permitted")),
+            (1, "Operation not permitted", "/dir"),
+        ),
+        (errors.StorePermissionError("denied", url="s3://b"), (13, "Permission denied", "s3://b")),
+        (errors.NotAFolderError("a file", url="/dir/file"), (20, "Not a directory", "/dir/file")),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
+)
+def test_what_the_operating_system_has_said_is_on_it_and_travels(error, facts):
+    """A program looks at ``errno``, as it does with an ``OSError`` of Python's."""
+    for carry in (lambda one: one, lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy):
+        arrived = carry(carry(error))
+        assert (arrived.errno, arrived.strerror, arrived.filename) == facts
+        assert str(arrived) == str(error)

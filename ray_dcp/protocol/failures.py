@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from ray_dcp.errors import EarlierSaveError, RayDcpError, without_keys
+from ray_dcp.system_error import SystemFacts, behind
 from ray_dcp.wording import first_lines
 
 COORDINATOR = -1
@@ -181,7 +182,13 @@ def _also(cls: Any, names: tuple[str, ...]) -> Any:
     if not kinds or issubclass(cls, kinds):
         return cls
     told = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    if any(issubclass(kind, OSError) for kind in kinds):
+        told |= {"errno": SystemFacts.errno, "strerror": SystemFacts.strerror, "filename": property(_filename)}
     return type(cls.__name__, (cls, *kinds), told)
+
+
+def _filename(error: BaseException) -> Any:
+    return getattr(behind(error), "filename", None)
 
 
 def _what_is_changed(kind: str, phase: str) -> str:

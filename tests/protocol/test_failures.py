@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.checkpoint as torch_dcp
 from ray.exceptions import RayTaskError
 
-from ray_dcp.errors import CheckpointNotFoundError, ConfigError, StalledError, UnknownSchemeError
+from ray_dcp.errors import CheckpointNotFoundError, ConfigError, StalledError, StoreError, UnknownSchemeError
 from ray_dcp.protocol.failures import CheckpointException, RankFailure, UntoldSaveError
 
 
@@ -89,3 +89,41 @@ def test_a_failed_load_says_when_tensors_have_changed(kind, phase, said):
     text = str(CheckpointException(kind, "/dir", [failure]).args[0])
     assert ("filled" in text) == bool(said)
     assert said in text
+
+
+def store_error() -> StoreError:
+    try:
+        try:
+            raise OSError(28, "No space left on device", "/dir/temporary")
+        except OSError as error:
+            raise StoreError("cannot put", url="/dir", key="x") from error
+    except StoreError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("cause", "facts"),
+    [
+        (store_error(), (28, "No space left on device", "/dir/x")),
+        (OSError(5, "Input/output error", "/dir/x"), (5, "Input/output error", "/dir/x")),
+        (CheckpointNotFoundError("/dir", "nothing is there"), (2, "No such file or directory", "/dir")),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+@pytest.mark.parametrize("tell", [lambda error: error, lambda error: UntoldSaveError.told_by(error, "load", None)])
+def test_an_os_error_behind_it_gives_it_errno_wherever_it_arrives(cause, facts, tell):
+    error = tell(failed(cause))
+    by_ray = RayTaskError("save", "traceback", error)
+    for arrived in (
+        error,
+        pickle.loads(pickle.dumps(error)),
+        by_ray.as_instanceof_cause(),
+        pickle.loads(pickle.dumps(by_ray)).as_instanceof_cause(),
+    ):
+        assert (arrived.errno, arrived.strerror, arrived.filename) == facts
+    assert not hasattr(tell(failed(ValueError("no"))), "errno")
+
+
+def test_ray_gives_a_stores_error_with_errno_too():
+    arrived = pickle.loads(pickle.dumps(RayTaskError("save", "traceback", store_error()))).as_instanceof_cause()
+    assert (arrived.errno, arrived.strerror, arrived.filename) == (28, "No space left on device", "/dir/x")
