@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse as TorchAsyncSaveResponse
+from typing_extensions import Self
 
 from ray_dcp.errors import ForkedProcessError
 from ray_dcp.lifetime import before_exit
@@ -35,7 +36,27 @@ _untold: dict[AsyncSaveResponse, None] = {}
 """The saves of this process that are under way, or have failed without anybody having looked."""
 
 
-class AsyncSaveResponse(TorchAsyncSaveResponse, Future[Metadata]):
+class _OfThisProcess:
+    """A future whose work is a thread of this process: a copy would never be told that it is done."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a save goes on in the process that has begun it, so its response cannot be pickled or sent to another "
+            "one: wait there, and send what result() returns"
+        )
+
+
+class _Staging(_OfThisProcess, Future[None]):
+    """The ``staging_completion`` of a save."""
+
+
+class AsyncSaveResponse(_OfThisProcess, TorchAsyncSaveResponse, Future[Metadata]):
     """What ``async_save`` returns: torch's response, and the future that torch's default call returns, in one.
 
     It cannot be cancelled: a save that all ranks have begun goes on, and ``cancel()`` returns False.
@@ -48,7 +69,7 @@ class AsyncSaveResponse(TorchAsyncSaveResponse, Future[Metadata]):
         Future.__init__(self)
         self.what = what
         """Of what, for people."""
-        self.staging_completion = Future()
+        self.staging_completion = _Staging()
         self._writer: threading.Thread | None = None
         self._looked_at = False
         for future in (self, self.staging_completion):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
+import pickle
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 
+import cloudpickle
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -275,3 +278,21 @@ def test_what_torchs_own_writer_could_not_stage_is_staged_all_the_same(tmp_path)
     chunk.fill_(9)
     response.result(30)
     assert loaded(tmp_path / "c") == [1.0] * 4
+
+
+def test_a_copy_is_the_response_itself_and_it_goes_to_no_other_process(tmp_path):
+    """A copy stayed "running" for ever: the thread that writes does not know it."""
+    writer, response = begin(tmp_path / "c")
+    for future in (response, response.staging_completion):
+        copies = copy.copy(future), copy.deepcopy(future), copy.deepcopy({"a": [future]})["a"][0]
+        assert all(one is future for one in copies)
+    told = []
+    for _ in ("running", "done"):
+        for dump in (pickle.dumps, cloudpickle.dumps):
+            for future in (response, response.staging_completion):
+                with pytest.raises(TypeError, match="goes on in the process that has begun it"):
+                    dump(future)
+                told.append(future)
+        writer.gate.set()
+        response.result(30)
+    assert len(told) == 8
