@@ -10,6 +10,7 @@ import copyreg
 import functools
 import io
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -110,13 +111,58 @@ def forget_extensions() -> None:
         copyreg.clear_extension_cache()
 
 
+@functools.cache
+def _plain_opcodes() -> re.Pattern[bytes]:
+    """Many opcodes with what belongs to each: all but long text that a pickle of protocol 4 needs for metadata.
+
+    Those that are most often there come first. In parts, since a repeat remembers where each one began.
+    """
+    alone = b"[%s]" % re.escape(b")(us}]aeNtbRld012\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94")
+    # A byte and as many more as it says: sixteen times sixteen, since a pattern tries one way after the other.
+    exact = [re.escape(bytes([length])) + b".{%d}" % length for length in range(256)]
+    by_first = [
+        b"(?=[%s-%s])(?:%s)" % (re.escape(bytes([low])), re.escape(bytes([low + 15])), b"|".join(exact[low : low + 16]))
+        for low in range(0, 256, 16)
+    ]
+    one = rb"j....A*|h.A*|K.A*|M..A*|[\x8c\x8aC](?:L)A*|J....|q.|[\x95G]........|\x80.|A+"
+    return re.compile(b"(?:%s){1,2000}" % one.replace(b"A", alone).replace(b"L", b"|".join(by_first)), re.DOTALL)
+
+
+_LONG_TEXT, _STOP = pickle.BINUNICODE[0], pickle.STOP[0]
+
+
+def reserves_no_more_than_it_holds(content: bytes) -> bool:
+    """Whether the unpickler in C needs no more memory for a pickle than a small multiple of its length.
+
+    Where a pickle numbers itself what it may come back to, a number of five bytes has that make a list of 64 GiB. Ours
+    are of a protocol that counts instead; others are for the unpickler in Python. What looks like such an opcode is
+    mostly text, so it takes a walk over all of them.
+    """
+    opcodes, at = _plain_opcodes(), 0
+    while at < len(content) and content[at] != _STOP:
+        found = opcodes.match(content, at)
+        if found is not None:
+            at = found.end()
+        elif content[at] == _LONG_TEXT:
+            at += 5 + int.from_bytes(content[at + 1 : at + 5], "little")
+        else:
+            return False
+    return at < len(content)
+
+
+def without_reserving(dispatch: Mapping[int, Any]) -> dict[int, Any]:
+    """The table of the unpickler in Python, but for the one opcode that reserves what it is told before it reads."""
+    return {opcode: load for opcode, load in dispatch.items() if opcode != pickle.BYTEARRAY8[0]}
+
+
 def require_allowed(content: bytes) -> None:
     """Raise ``NotAllowedError`` where a load would refuse this ``.metadata``, whose digest has been checked.
 
     Nothing is made of it but stand-ins, so neither torch nor any other class it names is needed.
     """
     forget_extensions()
-    reader = _Symbols(io.BytesIO(content))
+    quickly = reserves_no_more_than_it_holds(content)
+    reader = _Symbols(io.BytesIO(content)) if quickly else _CarefulSymbols(io.BytesIO(content))
     loaded = reader.load()
     given = reader.given
     del reader
@@ -140,9 +186,11 @@ class _Symbol:
         self.held.append(state)
 
 
-class _Symbols(pickle.Unpickler):
+class _SymbolsOnly:
+    """What both unpicklers find by a name."""
+
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+        super().__init__(file)  # type: ignore[call-arg]  # the unpickler comes next
         self.given = StandIns()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -154,6 +202,15 @@ class _Symbols(pickle.Unpickler):
         if name in METADATA_CLASSES.get(module, ()) or (module == "torch" and name in DTYPES):
             return _symbol(module, name)
         raise NotAllowedError(f"{module}.{name}")
+
+
+class _Symbols(_SymbolsOnly, pickle.Unpickler): ...
+
+
+class _CarefulSymbols(_SymbolsOnly, pickle._Unpickler):
+    """For content that has C's unpickler reserve more than it holds."""
+
+    dispatch = without_reserving(pickle._Unpickler.dispatch)
 
 
 _PLAIN: Mapping[tuple[str, str], Any] = {("builtins", one.__name__): one for one in (set, frozenset, complex)}

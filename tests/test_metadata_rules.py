@@ -5,6 +5,8 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import ray_dcp as dcp
 from ray_dcp import metadata_rules
 from ray_dcp.cli.main import main
 from ray_dcp.dcp_io.metadata_file import decode_metadata, encode_metadata
-from ray_dcp.errors import UnsafeDataError
+from ray_dcp.errors import CorruptCheckpointError, UnsafeDataError
 from ray_dcp.manifest import decode_manifest, encode_manifest, metadata_digest
 from tests.dcp_io.test_planted_code import PLANTED_GETATTR, write_metadata
 from tests.planning.test_python_record import same
@@ -111,3 +113,42 @@ def test_the_manifest_still_belongs(place):
     manifest = decode_manifest((place / "manifest.parquet").read_bytes(), file="m")
     assert manifest.metadata_digest == metadata_digest(content)
     assert decode_manifest(encode_manifest(manifest), file="m") == manifest
+
+
+RESERVING = {
+    "number of five bytes": b"r" + (1 << 24).to_bytes(4, "little"),
+    "number in digits": b"p%d\n" % (1 << 24),
+    "number that looks like text": b"rs.0\x01",
+}
+
+
+@pytest.mark.parametrize("opcode", RESERVING.values(), ids=RESERVING.keys())
+def test_five_bytes_do_not_make_it_take_all_memory_though_a_manifest_vouches_for_them(opcode):
+    """The unpickler in C makes a list as long as the number says under which a pickle wants to keep something."""
+    good = encode_metadata(Metadata({}, planner_data={"layers.0.norm": "r" * 300}))
+    for content in (b"\x80\x04]" + opcode + b".", good[:-1] + opcode + b"."):
+        for read in (metadata_rules.require_allowed, lambda one: decode_metadata(one, file="f", digest_checked=True)):
+            tracemalloc.start()
+            try:
+                with suppress(CorruptCheckpointError):
+                    read(content)
+                assert tracemalloc.get_traced_memory()[1] < 8 << 20
+            finally:
+                tracemalloc.stop()
+
+
+@pytest.mark.parametrize("bytes_of", [b"\x80\x04X\xff\xff\xff\xffr.", b"\x80\x04", b"", b"\x80\x04\x8c\x09r."])
+def test_a_pickle_that_ends_too_early_is_none_that_is_read_quickly(bytes_of):
+    assert not metadata_rules.reserves_no_more_than_it_holds(bytes_of)
+
+
+@pytest.mark.parametrize("length", [0, 1, 114, 255, 256, 300, 70_000])
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_what_is_written_here_is_read_quickly_whatever_names_it_has(tmp_path, length, protocol):
+    name = ("prpr" * length)[:length]
+    dcp.save({name: torch.ones(2), "é.rrrrr": 1, "s": {1: None}}, checkpoint_id=tmp_path, no_dist=True)
+    content = (tmp_path / ".metadata").read_bytes()
+    again = pickle.dumps(pickle.loads(content), protocol)
+    for one in (content, again):
+        assert metadata_rules.reserves_no_more_than_it_holds(one)
+        assert decode_metadata(one, file="f", digest_checked=True) == pickle.loads(content)

@@ -28,6 +28,8 @@ from ray_dcp.metadata_rules import (
     StandIns,
     as_named_now,
     forget_extensions,
+    reserves_no_more_than_it_holds,
+    without_reserving,
 )
 from ray_dcp.planning.portable_pickle import member_by_value
 from ray_dcp.planning.python_record import NotAScalarError, read_scalar
@@ -57,7 +59,7 @@ def _members_of(owner: Any) -> Mapping[str, Any] | None:
 
 
 class _FastUnpickler(pickle.Unpickler):
-    """For content whose digest has been checked: a damaged number can make it reserve all memory there is."""
+    """For content whose digest has been checked, and of opcodes that take no more memory than they are long."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -70,8 +72,7 @@ class _FastUnpickler(pickle.Unpickler):
 class _CarefulUnpickler(pickle._Unpickler):
     """For content that nothing vouches for: it never reserves more than the content is long, and is slower."""
 
-    dispatch = {**pickle._Unpickler.dispatch}  # noqa: RUF012 - pickle's own table
-    del dispatch[pickle.BYTEARRAY8[0]]  # reserves what it is told before it reads
+    dispatch = without_reserving(pickle._Unpickler.dispatch)
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -177,7 +178,8 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
         if trusted:
             metadata = _load_trusted(content)
         else:
-            metadata = _load_restricted(_FastUnpickler if digest_checked else _CarefulUnpickler, content)
+            quickly = digest_checked and reserves_no_more_than_it_holds(content)
+            metadata = _load_restricted(_FastUnpickler if quickly else _CarefulUnpickler, content)
     except NotAllowedError as error:
         raise UnsafeDataError(
             f"asks to load {error}, which is no part of a checkpoint's metadata; it was not loaded. "
