@@ -49,8 +49,14 @@ class StatePlanner(DefaultSavePlanner):
         """torch's default planner that the user passed: it has afterwards what torch leaves on it."""
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As torch's; the planner that the user passed has by now what torch leaves on it on every rank."""
+        """As torch's; the planner that the user passed has by now what torch leaves on it on every rank.
+
+        Of a value that every rank has, the one warns that writes it.
+        """
         self.plan = new_plan
+        if self._foreign:
+            written = {item.index.fqn for item in new_plan.items}
+            warn_of_foreign({fqn: classes for fqn, classes in self._foreign.items() if fqn in written})
         if self.stands_for is not None:
             for name in ("state_dict", "mappings", "is_coordinator", "plan"):
                 setattr(self.stands_for, name, getattr(self, name))
@@ -104,7 +110,6 @@ class StatePlanner(DefaultSavePlanner):
                     memory.note(item, local)
         if problems:
             raise StateDictError(_CANNOT_BE_SAVED, problems)
-        warn_of_foreign(self._foreign)
         self.ties = memory.ties()
         self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
         return self.plan

@@ -37,6 +37,7 @@ from ray_dcp.errors import CorruptCheckpointError, UnsafeDataError
 from ray_dcp.planning import foreign_classes, plain_values
 from ray_dcp.planning.python_record import python_record
 from ray_dcp.zip_record import frame_pickle
+from tests.ranks import ThreadRanks, require_no_errors
 from tests.slack import within
 
 pytestmark = [
@@ -254,6 +255,20 @@ def test_a_class_of_the_users_is_told_of_once_at_save_and_loads_once_it_is_allow
     with torch.serialization.safe_globals([type(USERS[kind])]):
         dcp.load(filled, checkpoint_id=tmp_path / "0", no_dist=True)
     assert same(filled["a"]["key"], value)
+
+
+class RemembersNothing(set):
+    """Of what was told: as many processes would, whose ranks are threads here."""
+
+    def add(self, one): ...
+
+
+def test_of_several_ranks_that_have_it_one_tells(tmp_path, told, monkeypatch):
+    monkeypatch.setattr(foreign_classes, "_told", RemembersNothing())
+    state = {"shared": (Color.RED,)}
+    require_no_errors(ThreadRanks(3).save(lambda rank: state | {f"own{rank}": (Color.RED,)}, tmp_path / "c"))
+    names = sorted(name for record in told.records for name in record.getMessage().partition(":")[0].split(", "))
+    assert names == ["own0", "own1", "own2", "shared"]
 
 
 @pytest.mark.parametrize("kind", USERS)
