@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from ray_dcp.dcp_io import value_unpickler
-from ray_dcp.errors import CorruptCheckpointError, UnsafeDataError
+from ray_dcp.errors import CorruptCheckpointError, StateDictError, UnsafeDataError
 from ray_dcp.metadata_rules import (
     METADATA_CLASSES,
     EnumMember,
@@ -307,6 +307,8 @@ def _plain_value(content: IO[bytes], file: str, fqn: str, map_location: str) -> 
     try:
         with torch.serialization._open_zipfile_reader(content) as entries:
             return torch.serialization._load(entries, map_location, value_unpickler, encoding="utf-8")
+    except StateDictError:
+        raise  # nothing is wrong with what is stored
     except pickle.UnpicklingError as error:
         raise _unsafe(error, file, fqn) from error
     except _UNREADABLE as error:

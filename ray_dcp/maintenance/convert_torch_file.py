@@ -94,7 +94,10 @@ class TorchFile:
             self._records = sorted(archive.infolist(), key=lambda record: record.header_offset)
             self._has_checksums = any(record.CRC for record in self._records)
             self._require_byte_order(archive)
-        state = decode_python(self._open(), file=self._where, fqn="", trusted=False, map_location="meta")
+        try:
+            state = decode_python(self._open(), file=self._where, fqn="", trusted=False, map_location="meta")
+        except StateDictError as error:
+            raise StateDictError(f"{self._where}: {error}") from error
         if not isinstance(state, Mapping):
             raise StateDictError(f"{self._where} holds a {type(state).__name__}; only a dict of names can be converted")
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from ray_dcp.planning.template_memory import is_meta
 from ray_dcp.wording import joined
 
 logger = logging.getLogger(__name__)
+
+_NEVER_STORED = "since no checkpoint holds what a module leaves out of its state_dict(); make their values anew"
+_NOT_LOADED = "since this load left them out; load them, or make their values anew"
 
 
 def give_state(stateful: Any, state: Any) -> None:
@@ -35,14 +38,13 @@ def give_state(stateful: Any, state: Any) -> None:
                 made[id(value)] = torch.nn.Parameter(value.detach(), requires_grad=held.requires_grad)
             state[fqn] = made[id(value)]
     stateful.load_state_dict(state, assign=True)
-    left = _on_meta(stateful)
+    _tell_of_left(type(stateful).__name__, [fqn for fqn in _on_meta(stateful) if fqn not in own], _NEVER_STORED)
+    _tell_of_left(type(stateful).__name__, [fqn for fqn in _on_meta(stateful) if fqn in own], _NOT_LOADED)
+
+
+def _tell_of_left(kind: str, left: Sequence[str], why: str) -> None:
     if left:
-        logger.warning(
-            "%s of a %s: still on meta, since no checkpoint holds what a module leaves out of its state_dict(); "
-            "make their values anew",
-            joined(left),
-            type(stateful).__name__,
-        )
+        logger.warning("%s of a %s: still on meta, %s", joined(left), kind, why)
 
 
 def _on_meta(module: torch.nn.Module) -> list[str]:

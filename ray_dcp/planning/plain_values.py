@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ray_dcp.errors import StateDictError
 from ray_dcp.planning import plain_arrays
 from ray_dcp.planning.plain_checks import RefusedValueError, require
 
@@ -287,6 +288,8 @@ def _set_random(made: random.Random, state: Any) -> None:
 def _set_generator(made: torch.Generator, state: Any) -> None:
     require(type(state) is tuple and len(state) == 3)
     require(type(state[0]) is int and type(state[1]) in (int, type(None)) and type(state[2]) is torch.Tensor)
+    if state[2].is_meta:
+        raise StateDictError("it holds a torch.Generator, which is not made without its values; save its get_state()")
     require(state[2].dtype == torch.uint8 and state[2].device.type == "cpu")
     made.__setstate__(state)
 

@@ -169,11 +169,19 @@ class TrainState:
                 "the checkpoint has the optimizer's state of these parameters, and it was not loaded: use ray_dcp's "
                 f"load, which asks for it: {joined(unloaded)}"
             )
-        fresh = [name for found in loaded.values() for name in (*found.fresh, *found.unloaded)]
-        self.fresh = tuple(dict.fromkeys(fresh))
-        if self.fresh:
+        found_all = [(found.groups is None, (*found.fresh, *found.unloaded)) for found in loaded.values()]
+        self.fresh = tuple(dict.fromkeys(name for _, names in found_all for name in names))
+        untouched = dict.fromkeys(name for is_untouched, names in found_all if is_untouched for name in names)
+        start_anew = [name for name in self.fresh if name not in untouched]
+        if untouched:
             logger.warning(
-                "no optimizer state was loaded for these parameters, they start fresh: %s", joined(self.fresh)
+                "the optimizer of these parameters stays as it was, since its groups are not in the checkpoint or were "
+                "left out of the load: %s",
+                joined(untouched),
+            )
+        if start_anew:
+            logger.warning(
+                "no optimizer state was loaded for these parameters, they start fresh: %s", joined(start_anew)
             )
 
 

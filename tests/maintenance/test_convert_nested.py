@@ -192,3 +192,14 @@ def test_what_a_torch_file_has_no_values_for_is_refused_by_name_and_leaves_nothi
         run(tmp_path / "in.pt", tmp_path / "out", to="dcp")
     assert caught.value.problems == (problem,)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: (1, {"g": one})], ids=["alone", "in a value"])
+def test_a_generator_in_a_torch_save_file_is_refused_with_what_to_do(tmp_path, wrap):
+    """Tensors are read one by one, so there is nothing to make it of yet. It is no question of trust."""
+    torch.save({"w": torch.ones(2), "g": wrap(torch.Generator())}, tmp_path / "f.pt")
+    with pytest.raises(StateDictError, match=r"f\.pt: it holds a torch\.Generator.*; save its get_state\(\)") as caught:
+        run(tmp_path / "f.pt", tmp_path / "c", to="dcp")
+    assert "trusted" not in str(caught.value)
+    torch.save({"w": torch.ones(2), "g": wrap(torch.Generator().get_state())}, tmp_path / "f.pt")
+    run(tmp_path / "f.pt", tmp_path / "c", to="dcp")

@@ -154,6 +154,21 @@ class TestModulesOnMeta:
             load({"model": model("meta")}, tmp_path)
         assert "angles of a Linear: still on meta" in caplog.text
 
+    def test_what_a_load_leaves_out_of_a_module_on_meta_is_told_apart_from_what_no_checkpoint_holds(
+        self, tmp_path, caplog
+    ):
+        def model(device=None):
+            made = torch.nn.Sequential(torch.nn.Linear(2, 2, device=device), torch.nn.Linear(2, 2, device=device))
+            made.register_buffer("angles", torch.ones(2, device=device), persistent=False)
+            return made
+
+        dcp.save({"model": model()}, checkpoint_id=tmp_path, no_dist=True)
+        with caplog.at_level(logging.WARNING):
+            load({"model": model("meta")}, tmp_path, skip="model.1")
+        left_out, never_stored = sorted(record.getMessage() for record in caplog.records)
+        assert left_out.startswith("1.weight, 1.bias of a Sequential: still on meta, since this load left them out")
+        assert never_stored.startswith("angles of a Sequential: still on meta, since no checkpoint holds")
+
     def test_names_of_one_meta_tensor_get_one_tensor(self, tmp_path):
         dcp.save({"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
         tied = torch.nn.Parameter(torch.empty(3, device="meta"))

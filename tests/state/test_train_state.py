@@ -433,6 +433,24 @@ def test_what_is_left_out_of_a_load_is_not_made_up(tmp_path: Path) -> None:
     assert differences(dict(resumed.state[other.last.weight]), dict(optimizer.state[model.last.weight])) == []
 
 
+def test_an_optimizer_that_is_left_out_of_a_load_is_not_said_to_start_fresh(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net(seed=0)
+    optimizer = optim.Adam(model.parameters())
+    train(model, optimizer, 0, 2)
+    state = dcp.TrainState(model, optimizer)
+    save(state, tmp_path)
+    load(state, tmp_path, skip="app.optim")
+    assert "fresh" not in caplog.text
+    assert "the optimizer of these parameters stays as it was" in caplog.text
+    assert "first.weight" in state.fresh
+    caplog.clear()
+    load(state, tmp_path, skip="app.optim.state.first")
+    assert "they start fresh: first.weight" in caplog.text
+    assert "stays as it was" not in caplog.text
+
+
 def test_a_checkpoint_of_other_names_is_renamed_on_the_way(tmp_path: Path) -> None:
     model = net(seed=0)
     optimizer = optim.Adam(model.parameters())
