@@ -2,12 +2,16 @@
 
 Whatever happens: the survivors hear of it in time and by name, what was committed before is still whole, the place of
 the interrupted save holds the old or the new, and the next save works at once.
+
+A process that was killed takes seconds to replace, so `make test` kills at some of the points, `make nightly` at all of
+them; at every point and in between, `tests/protocol/test_interleavings.py` kills what stands for processes there.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +30,24 @@ LOAD_POINTS = [point for point in Point if point.number >= Point.AFTER_OPEN.numb
 AFTER_THE_COMMIT_BEGAN = (Point.BEFORE_MANIFEST, Point.BETWEEN_MANIFEST_AND_METADATA, Point.AFTER_METADATA)
 NEW_COORDINATOR_S = 30.0
 """``coordinator_timeout_s``; a new process that imports torch takes 3 to 4 s of it where the machine is free."""
+KILLED_BY_DAY = {
+    "kill rank": (Point.MID_WRITE, Point.BETWEEN_MANIFEST_AND_METADATA, Point.AFTER_METADATA, Point.MID_READ),
+    "kill coordinator": (Point.GLOBAL_PLAN, Point.BETWEEN_MANIFEST_AND_METADATA, Point.LOAD_PLAN),
+}
+
+
+def everything_at(points: list[Point]) -> list[Any]:
+    """(point, kind of failure) of every test; those for the night are marked."""
+    return [
+        pytest.param(
+            point,
+            kind,
+            id=f"{point.title}-{kind}",
+            marks=[] if point in KILLED_BY_DAY.get(kind, points) else [pytest.mark.soak],
+        )
+        for point in points
+        for kind in ("raise", *KILLED_BY_DAY)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +73,7 @@ def check_failure(outcome, point: Point, *, failed_ranks: tuple[int, ...], place
     assert outcome.checkpoint_id == str(place)
 
 
-@pytest.mark.parametrize("kind", ["raise", "kill rank", "kill coordinator"])
-@pytest.mark.parametrize("point", SAVE_POINTS, ids=by_title)
+@pytest.mark.parametrize(("point", "kind"), everything_at(SAVE_POINTS))
 def test_a_save_in_which_something_goes_wrong(cast, tmp_path, point, kind):
     other, place, stamp = tmp_path / "step-1", tmp_path / "step-2", tmp_path / "when"
     cast.save(other, 1.0)
@@ -86,8 +107,7 @@ def test_a_save_in_which_something_goes_wrong(cast, tmp_path, point, kind):
     wait_until(lambda: len(attempts_in(place) - committed) == 1)
 
 
-@pytest.mark.parametrize("kind", ["raise", "kill rank", "kill coordinator"])
-@pytest.mark.parametrize("point", LOAD_POINTS, ids=by_title)
+@pytest.mark.parametrize(("point", "kind"), everything_at(LOAD_POINTS))
 def test_a_load_in_which_something_goes_wrong(cast, tmp_path, point, kind):
     place, stamp = tmp_path / "step-2", tmp_path / "when"
     cast.save(place, 2.0)
