@@ -38,7 +38,7 @@ SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_timeout_ms": os.environ.get("RAY_DCP_TEST_HEALTH_CHECK_MS", "2000"),
     "RAY_health_check_failure_threshold": "3",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",

@@ -18,7 +18,7 @@ from pathlib import Path
 FAST = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_timeout_ms": os.environ.get("RAY_DCP_TEST_HEALTH_CHECK_MS", "2000"),
     "RAY_health_check_failure_threshold": "3",
 }
 
