@@ -27,7 +27,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_dcp.cluster.coordinator_actor import end_coordinator, ensure_coordinator, live_attempts
 from ray_dcp.cluster.group import RankGroup
-from ray_dcp.cluster.process import require_own_connection
+from ray_dcp.cluster.link import connection_of_process
+from ray_dcp.cluster.process import before_actor_ends, require_own_connection
 from ray_dcp.config import Limits
 from ray_dcp.errors import (
     ConfigError,
@@ -52,6 +53,7 @@ _LAST_WORDS_S = 5.0
 """When one rank is lost: how long the others have to show that they are, too. When a pool is left and no save is under
 way: how long a rank that is busy has to say how its last ones ended."""
 _LOOK_FOR_SAVES_S = 0.25
+_RANKS_ENDED = "ray.shutdown() has ended its ranks"
 
 logger = logging.getLogger(__name__)
 _started: weakref.WeakSet[RankPool] = weakref.WeakSet()
@@ -94,6 +96,7 @@ class RankPool:
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._generation: int | None = None
+        self._connection: tuple[str, str] | None = None
         self._pid = os.getpid()
 
     @property
@@ -120,6 +123,7 @@ class RankPool:
             )
         if self._actors:
             raise GroupError("the pool is started already; use restart() to re-form it", group=self.name)
+        self._connection = connection_of_process()
         self._placement = self._place()
         ensure_coordinator(self.name)
         world_size = self._placement.bundle_count
@@ -144,6 +148,8 @@ class RankPool:
         """
         if not self._actors:
             raise GroupError("the pool is not started", group=self.name)
+        if not self._is_connected:
+            raise GroupError(f"{_RANKS_ENDED}. Call restart()", group=self.name)
         return self._collect([getattr(actor, method).remote(*args, **kwargs) for actor in self._actors])
 
     def restart(self) -> int:
@@ -182,9 +188,14 @@ class RankPool:
         if untold is not None:
             raise untold
 
+    @property
+    def _is_connected(self) -> bool:
+        """Whether this process is still connected to the cluster in which it started the ranks."""
+        return self._connection is not None and self._connection == connection_of_process()
+
     def _end(self) -> None:
         self._stop_ranks()
-        if self._generation is not None and ray.is_initialized():
+        if self._generation is not None and self._is_connected:
             end_coordinator(self.name, generation=self._generation)
         self._generation = None
 
@@ -204,7 +215,10 @@ class RankPool:
 
     def _finish_saves(self) -> _FinishedSaves:
         """Ask each rank to finish its saves; one that is busy hears it late, but the coordinator knows what goes on."""
-        if not self._actors or not ray.is_initialized():
+        if not self._actors:
+            return _FinishedSaves(self.name, self.limits.finish_timeout_s, {})
+        if not self._is_connected:
+            self._tell_of_cut_off(f"{_RANKS_ENDED}; leave the pool first")
             return _FinishedSaves(self.name, self.limits.finish_timeout_s, {})
         asked = {
             actor.ray_dcp_finish_saves.remote(self.limits.finish_timeout_s): rank
@@ -223,8 +237,15 @@ class RankPool:
             elif time.monotonic() > quiet_since + _LAST_WORDS_S:
                 logger.warning("ranks %s are busy: whether saves of theirs failed is not known", sorted(asked.values()))
                 return _FinishedSaves(self.name, self.limits.finish_timeout_s, finished)
+        if not finished and not asked:  # Ray also ends them in front of an actor that has started them, and ends
+            self._tell_of_cut_off("all its ranks are lost")
         busy = {rank: Finished(["a save"], []) for rank in asked.values()}
         return _FinishedSaves(self.name, self.limits.finish_timeout_s, finished | busy)
+
+    def _tell_of_cut_off(self, why: str) -> None:
+        """None of the ranks is left that could: whether there was a save is not known."""
+        told = "If an asynchronous save was under way it was cut off, and is not committed"
+        logger.warning("pool %r: %s. %s", self.name, why, told)
 
     def _place(self) -> PlacementGroup:
         """Room for as many ranks as fit, taken."""
@@ -308,7 +329,7 @@ class RankPool:
         """Return when what the ranks had is free again: who counts before that takes it for missing."""
         _started.discard(self)
         actors, self._actors = self._actors, []
-        if not ray.is_initialized():  # and so are they
+        if not self._is_connected:  # they ended with the connection
             self._placement = None
             return
         for actor in actors:
@@ -356,6 +377,8 @@ def _is_loss(untold: UntoldSaveError) -> bool:
 def _shut_down_at_exit() -> None:
     """Ranks end with the process that has started them: what they save behind it is to be finished before."""
     before_exit(_shut_down_all)
+    if ray.get_runtime_context().get_actor_id():
+        before_actor_ends(_shut_down_all)
 
 
 def _shut_down_all() -> None:

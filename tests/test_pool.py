@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -215,3 +217,76 @@ def test_saves_that_take_too_long_are_named_and_do_not_hide_the_blocks_own_error
         block()
     assert "No space left" in caplog.text
     assert not (tmp_path / "a" / ".metadata").exists()
+
+
+LEAVES_RAY_FIRST = """
+import sys, ray
+import ray_dcp as dcp
+from tests.test_pool import SMALL, Holder
+ray.init(address=sys.argv[1], log_to_driver=False)
+with dcp.RankPool(Holder, name="left-behind", max_ranks=1, resources_per_rank=SMALL) as pool:
+    pool.run("save_behind", sys.argv[2], sys.argv[2] + "-never")
+    ray.shutdown()
+    try:
+        pool.run("place")
+    except dcp.errors.GroupError as error:
+        print(error)
+    if "again" in sys.argv:
+        ray.init(address=sys.argv[1], log_to_driver=False)
+        print(pool.restart(), pool.run("place"))
+print("connected:", ray.is_initialized())
+"""
+
+
+@pytest.mark.parametrize("again", [[], ["again"]], ids=["left", "connected again"])
+def test_a_pool_whose_ranks_ray_shutdown_has_ended_says_so(ray_session, tmp_path, again):
+    address = ray.get_runtime_context().gcs_address
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES_RAY_FIRST, address, str(tmp_path / "a"), *again],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    started_anew = ["1 [(0, 1, 2)]"] if again else []
+    assert ended.stdout.splitlines() == [
+        "group 'left-behind': ray.shutdown() has ended its ranks. Call restart()",
+        *started_anew,
+        f"connected: {bool(again)}",
+    ]
+    assert ended.stderr.count("pool 'left-behind': ray.shutdown() has ended its ranks") == 1
+    assert "If an asynchronous save was under way it was cut off" in ended.stderr
+    until(lambda: "coordinator/left-behind" not in ray_dcp_actors(), timeout_s=30)
+
+
+@ray.remote(num_cpus=0.1)
+class Owner:
+    """An actor that has a pool of its own, and whose stderr is a file."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self.pool = dcp.RankPool(Holder, name=f"of-{folder.name}", max_ranks=2, resources_per_rank=SMALL)
+        self.pool.start()
+
+    def save_and_end(self, how) -> None:
+        sys.stderr = open(self.folder / "stderr", "w")  # noqa: SIM115 - for the rest of its life
+        self.pool.run("save_behind", self.folder / "a", self.folder / "never")
+        how()
+
+    def __ray_shutdown__(self) -> None:
+        (self.folder / "ended").touch()
+
+
+@pytest.mark.parametrize("how", [sys.exit, lambda: None], ids=["exit", "handle dropped"])
+def test_an_actor_that_ends_by_itself_says_what_becomes_of_the_saves_of_its_pool(ray_session, tmp_path, how):
+    """Ray has ended its ranks by then."""
+    owner = Owner.remote(tmp_path)
+    ended = owner.save_and_end.remote(how)
+    del owner
+    ray.wait([ended])
+    until((tmp_path / "ended").exists, 60)  # the user's own hook comes after ours
+    assert (
+        "all its ranks are lost. If an asynchronous save was under way it was cut off"
+        in (tmp_path / "stderr").read_text()
+    )

@@ -28,12 +28,12 @@ class CoordinatorLink:
         self._limits = limits
         self._find = find
         self._handle = find()
-        self._connection = _connection()
+        self._connection = connection_of_process()
 
     @property
     def is_connected(self) -> bool:
         """Whether this process is still connected to the cluster in which it joined."""
-        return self._connection == _connection()
+        return self._connection == connection_of_process()
 
     @property
     def handle(self) -> Any:
@@ -115,8 +115,8 @@ class CallLink:
         self._link.reconnect()
 
 
-def _connection() -> tuple[str, str] | None:
-    """Names this process's connection to a cluster; None without one."""
+def connection_of_process() -> tuple[str, str] | None:
+    """Names this process's connection to a cluster, which ``ray.shutdown()`` ends; None without one."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
