@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata, MetadataIndex
 
 from ray_dcp.dcp_io import value_unpickler
 from ray_dcp.errors import CorruptCheckpointError, StateDictError, UnsafeDataError
@@ -147,6 +147,8 @@ def encode_metadata(metadata: Metadata) -> bytes:
         **copyreg.dispatch_table,
         _MEM_FORMAT_ENCODING: member_by_value,
         _StorageInfo: _place_by_call,
+        MetadataIndex: _index_by_call,
+        Metadata: _places_first,
     }
     pickler.dump(_without_path(metadata))
     return content.getvalue()
@@ -156,6 +158,18 @@ def _place_by_call(place: _StorageInfo) -> tuple[Any, ...]:
     """As short as can be: there is one for each item."""
     more = (place.transform_descriptors,) if place.transform_descriptors is not None else ()
     return _StorageInfo, (place.relative_path, place.offset, place.length, *more)
+
+
+def _index_by_call(index: MetadataIndex) -> tuple[Any, ...]:
+    """As a place is; the class makes a ``torch.Size`` of any offset."""
+    offset = tuple(index.offset) if index.offset is not None else None
+    return MetadataIndex, (index.fqn, offset) if index.index is None else (index.fqn, offset, index.index)
+
+
+def _places_first(metadata: Metadata) -> tuple[Any, ...]:
+    """What is named once for each item, such as a class, is named in two bytes while pickle has seen little else."""
+    state = dict(vars(metadata))
+    return copyreg.__newobj__, (Metadata,), {"storage_data": state.pop("storage_data", None)} | state  # type: ignore[attr-defined]
 
 
 def _without_path(metadata: Metadata) -> Metadata:
