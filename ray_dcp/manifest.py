@@ -156,10 +156,14 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all records; of one that several items share once."""
+        """Bytes of all records; of what several share once."""
         table = as_table(self.entries)
+        longest: dict[tuple[str, int], int] = {}
         records = zip(table.files, table.column("record_offset"), strict=True)
-        return sum(dict(zip(records, table.column("record_nbytes"), strict=True)).values())
+        for record, nbytes in zip(records, table.column("record_nbytes"), strict=True):
+            if nbytes > longest.get(record, 0):
+                longest[record] = nbytes
+        return sum(longest.values())
 
 
 @dataclass(frozen=True, slots=True)

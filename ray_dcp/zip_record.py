@@ -45,6 +45,10 @@ CRC_FOLLOWS = 1 << 3
 _PLAIN, _LARGE = 20, 45
 """The version of the zip format that a reader needs."""
 _MAX_TAIL_NBYTES = 4096
+MAX_ROW_NBYTES = 4096
+"""Of records that share a head, together: a reader that knows nothing of it may read them all for the last one."""
+MAX_ROW_PAYLOAD_NBYTES = 64
+"""Of each of them: a head is 203 bytes long, which counts where a payload is short."""
 
 
 class NotARecordError(ValueError):
@@ -77,22 +81,12 @@ def frame_payload(pickled: bytes, payload_nbytes: int, *, position: int = 0, ali
     behind it (a data descriptor), since it is known only when the bytes have passed.
     """
     front = _front(pickled, TENSOR_ARCHIVE)
-    name = _PAYLOAD_NAME
-    large = payload_nbytes >= ZIP64
-    known = payload_nbytes if crc is not None else 0
-    zip64 = struct.pack("<2H2Q", ZIP64_ID, 16, known, known) if large else b""
-    unpadded = len(front.local) + LOCAL.size + len(name) + len(zip64)
+    unpadded = len(front.local) + len(_payload_header(payload_nbytes, crc))
     padding = _padding(-(position + unpadded) % alignment, alignment)
-    flags = 0 if crc is not None else CRC_FOLLOWS
-    size = ZIP64 if large else known
-    header = LOCAL.pack(
-        LOCAL_SIGNATURE, _LARGE if large else _PLAIN, flags, 0, 0, _DATE, crc or 0, size, size,
-        len(name), len(zip64) + len(padding),
-    )  # fmt: skip
-    head = b"".join((front.local, header, name, zip64, padding))
+    head = front.local + _payload_header(payload_nbytes, crc, padding)
 
-    def tail(crc: int) -> bytes:
-        return _tail(front, len(head), payload_nbytes, crc, described=bool(flags))
+    def tail(known: int) -> bytes:
+        return _tail(front, len(front.local), len(head), payload_nbytes, known, described=crc is None)
 
     return RecordFrame(head, len(head), payload_nbytes, len(head) + payload_nbytes + len(tail(0)), tail)
 
@@ -103,24 +97,63 @@ def frame_pickle(pickled: bytes) -> bytes:
     return front.local + front.central + _end(front.num_entries, len(front.central), len(front.local))
 
 
-class SmallFrame:
-    """The frame of payloads that are all there when they are framed: what is known before, put together once."""
+@dataclass(frozen=True, slots=True)
+class SmallRecord:
+    """The place of a record in a row, which begins at a multiple of the alignment, and all but its payload."""
 
-    def __init__(self, pickled: bytes, payload_nbytes: int) -> None:
-        frame = frame_payload(pickled, payload_nbytes, crc=0)
-        tail = frame.tail(0)
-        front = _front(pickled, TENSOR_ARCHIVE)
-        in_head = len(front.local) + LOCAL_CRC_AT
-        in_tail = len(front.central) + CENTRAL_CRC_AT
-        self._parts = frame.head[:in_head], frame.head[in_head + 4 :], tail[:in_tail], tail[in_tail + 4 :]
-        self.payload_at = frame.payload_at
-        self.nbytes = frame.nbytes
+    payload_at: int
+    """In the row, as its end."""
+    end: int
+    _parts: tuple[bytes, bytes, bytes, bytes]
 
-    def record(self, content: bytes | memoryview, crc: int) -> bytes:
-        """The whole record of a payload; it starts at a multiple of the alignment."""
+    def around(self, content: bytes | memoryview, crc: int) -> bytes:
+        """What follows the record before it in the row, up to its own end."""
         checksum = crc.to_bytes(4, "little")
         head, before, behind, end = self._parts
         return b"".join((head, checksum, before, content, behind, checksum, end))
+
+
+class SmallFrame:
+    """The frame of payloads that are all there when they are framed: what is known before, put together once.
+
+    Several tiny ones in a row share their head, the entries in front of the first payload. Each record begins there
+    and ends with a directory of its own; between its entries lie the records before it.
+    """
+
+    def __init__(self, pickled: bytes, payload_nbytes: int) -> None:
+        self._payload_nbytes = payload_nbytes
+        self._front = _front(pickled, TENSOR_ARCHIVE)
+        frame = frame_payload(pickled, payload_nbytes, crc=0)
+        header_at = len(self._front.local)
+        self.first = self._record(0, header_at, frame.head)
+        """Or only one."""
+        self._row = [self.first]
+
+    def in_row(self, number: int) -> SmallRecord | None:
+        """The record behind ``number`` others; None where the row is full. Asked for in order."""
+        if number < len(self._row):
+            return self._row[number]
+        if not 0 < self._payload_nbytes <= MAX_ROW_PAYLOAD_NBYTES:
+            return None
+        begin = self._row[-1].end
+        header = _payload_header(self._payload_nbytes)
+        gap = -(begin + len(header)) % PAYLOAD_ALIGNMENT
+        record = self._record(begin, begin + gap, bytes(gap) + header)
+        if record.end > MAX_ROW_NBYTES:
+            return None
+        self._row.append(record)
+        return record
+
+    def _record(self, begin: int, header_at: int, head: bytes) -> SmallRecord:
+        payload_at = begin + len(head)
+        tail = _tail(self._front, header_at, payload_at, self._payload_nbytes, 0, described=False)
+        in_head = header_at - begin + LOCAL_CRC_AT
+        in_tail = len(self._front.central) + CENTRAL_CRC_AT
+        return SmallRecord(
+            payload_at,
+            payload_at + self._payload_nbytes + len(tail),
+            (head[:in_head], head[in_head + 4 :], tail[:in_tail], tail[in_tail + 4 :]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +184,20 @@ def _front(pickled: bytes, folder: str) -> _Front:
     return _Front(version[0] + local, version[1] + central, 2)
 
 
+def _payload_header(payload_nbytes: int, crc: int | None = 0, padding: bytes = b"") -> bytes:
+    """What stands in front of a payload; without ``crc`` that and the size follow it."""
+    name = _PAYLOAD_NAME
+    large = payload_nbytes >= ZIP64
+    known = payload_nbytes if crc is not None else 0
+    zip64 = struct.pack("<2H2Q", ZIP64_ID, 16, known, known) if large else b""
+    size = ZIP64 if large else known
+    header = LOCAL.pack(
+        LOCAL_SIGNATURE, _LARGE if large else _PLAIN, 0 if crc is not None else CRC_FOLLOWS, 0, 0, _DATE, crc or 0,
+        size, size, len(name), len(zip64) + len(padding),
+    )  # fmt: skip
+    return b"".join((header, name, zip64, padding))
+
+
 def _padding(gap: int, alignment: int) -> bytes:
     if not gap:
         return b""
@@ -159,7 +206,7 @@ def _padding(gap: int, alignment: int) -> bytes:
     return struct.pack("<2H", PADDING_ID, gap - 4) + bytes(gap - 4)
 
 
-def _tail(front: _Front, payload_at: int, payload_nbytes: int, crc: int, *, described: bool) -> bytes:
+def _tail(front: _Front, header_at: int, payload_at: int, payload_nbytes: int, crc: int, *, described: bool) -> bytes:
     large = payload_nbytes >= ZIP64
     descriptor = b""
     if described:
@@ -170,7 +217,7 @@ def _tail(front: _Front, payload_at: int, payload_nbytes: int, crc: int, *, desc
     zip64 = struct.pack("<2H2Q", ZIP64_ID, 16, payload_nbytes, payload_nbytes) if large else b""
     central = front.central + CENTRAL.pack(
         CENTRAL_SIGNATURE, 0, _LARGE if large else _PLAIN, CRC_FOLLOWS if described else 0, 0, 0, _DATE,
-        crc, size, size, len(name), len(zip64), 0, 0, 0, 0, len(front.local),
+        crc, size, size, len(name), len(zip64), 0, 0, 0, 0, header_at,
     ) + name + zip64  # fmt: skip
     starts_at = payload_at + payload_nbytes + len(descriptor)
     return descriptor + central + _end(front.num_entries + 1, len(central), starts_at)
@@ -243,18 +290,23 @@ def read_entries(read: Read, nbytes: int) -> dict[str, RecordEntry]:
     found: dict[str, RecordEntry] = {}
     end = 0
     for entry in sorted(directory.entries, key=lambda entry: entry.header_at):
-        name = entry.name
-        if entry.header_at < end or entry.header_at + LOCAL.size > directory.offset:
-            raise NotARecordError(f"its entry {name!r} lies over another one")
-        offset = entry.header_at + _local_nbytes(read(entry.header_at, LOCAL.size), name)
-        end = offset + entry.nbytes
-        if end > directory.offset:
-            raise NotARecordError(f"its entry {name!r} reaches past its end")
-        plain = name.partition("/")[2]
-        if plain in found:
-            raise NotARecordError(f"it has two entries {plain!r}")
-        found[plain] = RecordEntry(plain, offset, entry.nbytes, entry.crc)
+        placed = placed_entry(read, directory, entry, end)
+        end = placed.offset + placed.nbytes
+        if placed.name in found:
+            raise NotARecordError(f"it has two entries {placed.name!r}")
+        found[placed.name] = placed
     return found
+
+
+def placed_entry(read: Read, directory: Directory, entry: DirectoryEntry, begin: int) -> RecordEntry:
+    """Where the content of ``entry`` lies: behind ``begin``. Raises ``NotARecordError`` where it does not."""
+    name = entry.name
+    if entry.header_at < begin or entry.header_at + LOCAL.size > directory.offset:
+        raise NotARecordError(f"its entry {name!r} lies over another one")
+    offset = entry.header_at + _local_nbytes(read(entry.header_at, LOCAL.size), name)
+    if offset + entry.nbytes > directory.offset:
+        raise NotARecordError(f"its entry {name!r} reaches past its end")
+    return RecordEntry(name.partition("/")[2], offset, entry.nbytes, entry.crc)
 
 
 def read_directory(read: Read, nbytes: int) -> Directory:

@@ -66,6 +66,17 @@ class JoinedWrites:
         return self._position
 
 
+@dataclass(slots=True)
+class Row:
+    """The records that were written last, where more of their kind can follow with the same head."""
+
+    frame: SmallFrame | None = None
+    start: int = 0
+    """In the file, as its end."""
+    num_records: int = 0
+    end: int = -1
+
+
 class TensorRecord:
     """A tensor's record, with all that can be known before it is written.
 
@@ -90,19 +101,30 @@ class TensorRecord:
             return None
         return self.dtype, self.sizes, bytes(small_content(self._tensor))
 
-    def write(self, sink: ObjectWriter) -> Payload:
-        """Append it to ``sink``, aligned; only the tensor's own bytes are written."""
-        start = _pad(sink)
+    def write(self, sink: ObjectWriter, row: Row) -> Payload:
+        """Append it to ``sink``, aligned; only the tensor's own bytes are written. ``row`` is the file's."""
         frame = self._frame
-        crcs = self._write_small(sink, frame) if isinstance(frame, SmallFrame) else self._write_large(sink, frame)
+        if isinstance(frame, SmallFrame):
+            return self._write_small(sink, frame, row)
+        start = _pad(sink)
+        crcs = self._write_large(sink, frame)
         assert sink.tell() == start + frame.nbytes, "a tensor has as many bytes as its shape says"
         return Payload(start, frame.nbytes, start + frame.payload_at, self._nbytes, crcs)
 
-    def _write_small(self, sink: ObjectWriter, frame: SmallFrame) -> tuple[int, ...]:
+    def _write_small(self, sink: ObjectWriter, frame: SmallFrame, row: Row) -> Payload:
+        follows = row.frame is frame and row.end == sink.tell()
+        record = frame.in_row(row.num_records) if follows else None
+        if record is None:
+            row.frame, row.start, row.num_records = frame, _pad(sink), 0
+            record = frame.first
         content = small_content(self._tensor)
         crc = crc32(content)
-        sink.write(frame.record(content, crc))
-        return (crc,) if self._nbytes else ()
+        sink.write(record.around(content, crc))
+        row.num_records += 1
+        row.end = row.start + record.end
+        assert sink.tell() == row.end, "a tensor has as many bytes as its shape says"
+        crcs = (crc,) if self._nbytes else ()
+        return Payload(row.start, record.end, row.start + record.payload_at, self._nbytes, crcs)
 
     def _write_large(self, sink: ObjectWriter, frame: RecordFrame) -> tuple[int, ...]:
         sink.write(frame.head)

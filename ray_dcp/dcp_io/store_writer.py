@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from ray_dcp.dcp_io.committed import CommittedMetadata
 from ray_dcp.dcp_io.metadata_file import encode_metadata
-from ray_dcp.dcp_io.record import JoinedWrites, TensorRecord, write_python
+from ray_dcp.dcp_io.record import JoinedWrites, Row, TensorRecord, write_python
 from ray_dcp.dcp_io.written import WrittenColumns, WrittenItems, as_written_items, entry_table, storage_data
 from ray_dcp.errors import (
     CorruptCheckpointError,
@@ -57,6 +57,7 @@ from ray_dcp.storage.place import absolute
 from ray_dcp.storage.store import Preallocates, Store, StoredObject
 from ray_dcp.storage.urls import shown_url
 from ray_dcp.version import __version__
+from ray_dcp.zip_record import MAX_ROW_PAYLOAD_NBYTES
 
 _NUM_AHEAD = 64
 """Items that are made ready at once; see ``TensorRecord``."""
@@ -289,16 +290,16 @@ def _write_items(
     columns: WrittenColumns,
     repeats: Mapping[int, int],
 ) -> None:
-    """Python objects in front: a reader of a whole file then gets what it needs for a decision early.
+    """Write what is no repeat, in the order of ``_in_order``.
 
     The planner is asked for an item when it is the next, as torch does it: it may make what it gives. Only one that
-    gives the state itself is asked for several.
+    gives the state itself is asked for several, and out of its order.
     """
-    order = sorted(range(len(items)), key=lambda number: items[number].type != WriteItemType.BYTE_IO)
-    if repeats:
-        order = [number for number in order if number not in repeats]
+    in_place = getattr(planner, "resolves_in_place", False) is True
+    order = [number for number in _in_order(items, tiny_first=in_place) if number not in repeats]
     written: dict[Hashable, int] = {}
-    num_ahead = _NUM_AHEAD if getattr(planner, "resolves_in_place", False) is True else 1
+    row = Row()
+    num_ahead = _NUM_AHEAD if in_place else 1
     for first in range(0, len(order), num_ahead):
         numbers = order[first : first + num_ahead]
         for number, value in zip(numbers, [_resolved(items[n], planner) for n in numbers], strict=True):
@@ -308,7 +309,7 @@ def _write_items(
                 if equal != number:
                     columns.repeat(number, equal)
                     continue
-                columns.put(number, value.write(sink), value.dtype, value.sizes)
+                columns.put(number, value.write(sink, row), value.dtype, value.sizes)
             else:
                 columns.put(number, write_python(sink, value.getbuffer()), None, None)
             if number == order[0]:
@@ -316,6 +317,28 @@ def _write_items(
     sink.flush()
     for number, first_of_it in repeats.items():
         columns.repeat(number, first_of_it)
+
+
+def _in_order(items: Sequence[WriteItem], *, tiny_first: bool) -> list[int]:
+    """Python objects in front: a reader of a whole file then gets what it needs for a decision early.
+
+    Then tiny tensors, those of one dtype and shape together: they share what their records begin with.
+    """
+    rows: dict[Hashable, int] = {}
+    places: dict[int, int] = {}
+    order = []
+    for item in items:
+        if item.type == WriteItemType.BYTE_IO:
+            order.append(0)
+            continue
+        data = item.tensor_data  # one object for many items
+        place = places.get(id(data))
+        if place is None:
+            is_tiny = tiny_first and data is not None and 0 < _planned_nbytes(item) <= MAX_ROW_PAYLOAD_NBYTES
+            kind = (data.properties.dtype, data.chunk.sizes) if is_tiny and data is not None else None
+            place = places[id(data)] = rows.setdefault(kind, len(rows) + 1) if is_tiny else len(items) + 1
+        order.append(place)
+    return sorted(range(len(items)), key=order.__getitem__)
 
 
 def _repeats(items: Sequence[WriteItem], planner: SavePlanner) -> dict[int, int]:

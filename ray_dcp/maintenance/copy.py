@@ -163,7 +163,7 @@ def _copy_file(plan: CopyPlan, file: FilePlan, store: Store, pool: Readers, tall
 
     with store.put_new(file.key) as sink:
         written.append(file.key)  # leaving the block may fail and leave it there
-        pieces = every_byte(file, {record.item.start: record for record in large}, PIECE_NBYTES)
+        pieces = every_byte(file, {record.item.begin: record for record in large}, PIECE_NBYTES)
         for checked, view in pool.in_order(read, pieces, ahead=NUM_READERS):
             tally.add(checked)
             _require_whole(source, tally)

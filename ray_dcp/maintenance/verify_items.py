@@ -55,17 +55,35 @@ class Item:
     """Bytes in front of it that must be zero."""
     num_sharing: int = 0
     """Other items whose record it is too."""
+    shared_nbytes: int = 0
+    """Bytes at its beginning that belong to records before it in its row, the head among them."""
+    first_nbytes: int = 0
+    """Where there are some, of the first record in the row."""
+    num_following: int = 0
+    """Records behind it in a row whose first it is: they begin with its head."""
 
     @property
     def end(self) -> int:
         return self.start + self.nbytes
 
+    @property
+    def begin(self) -> int:
+        """Where the bytes begin that belong to no item before it."""
+        return self.start + self.shared_nbytes - self.padding
+
     def fault(self, problem: str, start: int | None = None, end: int | None = None) -> Fault:
-        """A fault of this item: of its whole record, or of the bytes from ``start`` to ``end`` of its file."""
-        start = self.start if start is None else start
+        """A fault of this item: of all that is its own, or of the bytes from ``start`` to ``end`` of its file."""
+        start = self.start + self.shared_nbytes if start is None else start
         if self.num_sharing:
             problem += f"; its record is that of {counted(self.num_sharing, 'other item')} too"
         return Fault(self.file, start, self.end if end is None else end, problem, self.fqn, self.offsets, self.rank)
+
+    def content_fault(self, problem: str, start: int, end: int) -> Fault:
+        """The same of what was read, saying so where the bytes may be those of other records too."""
+        front = self.entry.payload_offset if self.entry is not None else self.end
+        if self.num_following and start < front:
+            problem += f"; it shares its head with {counted(self.num_following, 'other record')} behind it"
+        return self.fault(problem, start, end)
 
     def unchecked(self, reason: str) -> Unchecked:
         return Unchecked(self.file, self.fqn, self.offsets, reason)

@@ -92,8 +92,8 @@ def small_pieces(file: FilePlan, small_nbytes: int) -> Iterator[Piece]:
     """The records that are small, as few pieces as they fit in. Neighbours are read together, others never are."""
     run: list[Item] = []
     for item in file.items:
-        begin = item.start - item.padding
-        apart = run and (begin != run[-1].end or item.end - (run[0].start - run[0].padding) > PIECE_NBYTES)
+        apart = run and (item.begin != run[-1].end or item.end - run[0].begin > PIECE_NBYTES)
+        apart = apart and not item.shared_nbytes  # it is inspected together with what it shares
         if run and (apart or is_large(item, small_nbytes)):
             yield _run_piece(run)
             run = []
@@ -125,11 +125,11 @@ def span_pieces(item: Item, spans: Iterable[Span]) -> Iterator[Piece]:
 
 
 def every_byte(file: FilePlan, inspected: Mapping[int, InspectedRecord], small_nbytes: int) -> Iterator[Piece]:
-    """All of a file, in order. ``inspected`` has each large record by its offset."""
+    """All of a file, in order. ``inspected`` has each large record by where its own bytes begin."""
     end = 0
     small = {piece.start: piece for piece in small_pieces(file, small_nbytes)}
     for item in file.items:
-        begin = item.start - item.padding
+        begin = item.begin
         if begin < end:
             continue  # in the piece of its neighbours
         yield from _unlisted(file.key, end, begin)
@@ -137,7 +137,7 @@ def every_byte(file: FilePlan, inspected: Mapping[int, InspectedRecord], small_n
             yield small[begin]
             end = small[begin].end
         else:
-            yield from _tiles(item, inspected[item.start])
+            yield from _tiles(item, inspected[begin])
             end = item.end
     yield from _unlisted(file.key, end, file.nbytes)
 
@@ -149,10 +149,9 @@ def _unlisted(key: str, start: int, end: int) -> Iterator[Piece]:
 
 
 def _tiles(item: Item, inspected: InspectedRecord) -> Iterator[Piece]:
-    begin = item.start - item.padding
     spans = inspected.spans()
     span = next(spans, None)
-    for at in range(begin, item.end, PIECE_NBYTES):
+    for at in range(item.begin, item.end, PIECE_NBYTES):
         end = min(at + PIECE_NBYTES, item.end)
         parts = []
         while span is not None and span.start < end:
@@ -168,7 +167,7 @@ def _tiles(item: Item, inspected: InspectedRecord) -> Iterator[Piece]:
 
 
 def _run_piece(run: Sequence[Item]) -> Piece:
-    begin = run[0].start - run[0].padding
+    begin = run[0].begin
     return Piece(run[0].file, begin, run[-1].end - begin, tuple(run))
 
 
@@ -182,7 +181,7 @@ def check_piece(store: Store, piece: Piece, view: memoryview) -> CheckedPiece:
     try:
         get_into(store, piece.file, piece.start, [view])
     except (ObjectNotFoundError, ObjectTooShortError) as error:
-        concerned = {item.start: item for item in (*piece.items, *(part.span.item for part in piece.parts))}
+        concerned = {item.begin: item for item in (*piece.items, *(part.span.item for part in piece.parts))}
         faults = [_lost(item, error) for item in concerned.values()]
         return CheckedPiece(piece, faults or [_unlisted_lost(piece, error)])
     inspected = [

@@ -41,6 +41,7 @@ from ray_dcp.storage.keys import require_key
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
 from ray_dcp.storage.urls import split_url
+from ray_dcp.zip_record import MAX_ROW_NBYTES
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(_[0-9a-f]+)?\.distcp")
 _MAX_RACES = 3
@@ -281,7 +282,7 @@ def _chunks(metadata: Any) -> Iterator[tuple[str, tuple[int, ...] | None]]:
 
 
 def _plan_file(store: Store, key: str, items: list[Item], held: Mapping[str, int], found: _Found) -> FilePlan:
-    items = _apart(sorted(items, key=lambda item: item.start), found)
+    items = _apart(sorted(items, key=lambda item: (item.start, item.end)), found)
     nbytes = held.get(key)
     last = items[-1].end
     if nbytes is None:
@@ -293,7 +294,7 @@ def _plan_file(store: Store, key: str, items: list[Item], held: Mapping[str, int
         nbytes = last  # of a sibling checkpoint, or not listed yet; what lacks is seen when it is read
     short = [item for item in items if item.end > nbytes]
     found.faults += [
-        item.fault(f"its file ends too early: it has {nbytes} bytes", max(item.start, min(nbytes, item.end - 1)))
+        item.fault(f"its file ends too early: it has {nbytes} bytes", max(item.begin, min(nbytes, item.end - 1)))
         for item in short
     ]
     if nbytes > last:
@@ -307,17 +308,24 @@ def _plan_file(store: Store, key: str, items: list[Item], held: Mapping[str, int
 
 
 def _apart(items: Iterable[Item], found: _Found) -> list[Item]:
-    """``items`` without those whose record is another one's too, and without those that lie across one."""
+    """``items`` without those whose record is another one's too, and without those that lie across one.
+
+    Records in a row begin at one place; what they share, and how, only their bytes say.
+    """
     kept: list[Item] = []
+    first = 0
     for item in items:
         before = kept[-1] if kept else None
-        if before is not None and item.start < before.end:
-            if (item.start, item.end) == (before.start, before.end):
-                kept[-1] = dataclasses.replace(before, num_sharing=before.num_sharing + 1)
-            else:
-                found.faults.append(item.fault(f"its record lies across that of {before.fqn}"))
-            continue
-        kept.append(item)
+        if before is None or item.start >= before.end:
+            first = len(kept)
+            kept.append(item)
+        elif (item.start, item.end) == (before.start, before.end):
+            kept[-1] = dataclasses.replace(before, num_sharing=before.num_sharing + 1)
+        elif item.start == before.start and item.nbytes <= MAX_ROW_NBYTES and not item.not_checkable:
+            kept[first] = dataclasses.replace(kept[first], num_following=kept[first].num_following + 1)
+            kept.append(dataclasses.replace(item, shared_nbytes=before.nbytes, first_nbytes=kept[first].nbytes))
+        else:
+            found.faults.append(item.fault(f"its record lies across that of {before.fqn}"))
     return kept
 
 
@@ -325,7 +333,7 @@ def _with_padding(items: Iterable[Item], found: _Found) -> Iterator[Item]:
     """Items with what lies between them: zeros, and few, where ray_dcp wrote the file."""
     end = 0
     for item in items:
-        gap = item.start - end
+        gap = item.begin - end
         is_ours = parse_shard_file(item.file) is not None
         if is_ours and 0 < gap < PAYLOAD_ALIGNMENT:
             item = dataclasses.replace(item, padding=gap)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ray_dcp.checksums import crc32, crc_of_blocks
 from ray_dcp.layout import BLOCK_NBYTES
 from ray_dcp.maintenance.verify_items import Fault, Item, Unchecked
+from ray_dcp.maintenance.verify_row import inspect_following
 from ray_dcp.maintenance.verify_zip import find_zip_problems
 from ray_dcp.manifest import Entry
 from ray_dcp.zip_record import END, LOCAL_SIGNATURE, PAYLOAD, NotARecordError, RecordEntry, read_entries
@@ -38,7 +39,7 @@ class Span:
         return self.start + self.nbytes
 
     def fault(self) -> Fault:
-        return self.item.fault(f"{self.name} fails its checksum", self.start, self.end)
+        return self.item.content_fault(f"{self.name} fails its checksum", self.start, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ def inspect_record(item: Item, read: Read) -> InspectedRecord:
     ``read`` is asked for little: a record's ends, and what stands between its entries. What it raises passes.
     """
     remembered = _Remembered(read)
+    if item.shared_nbytes:
+        return _inspect_following(item, remembered)
     remembered.prefetch(item)
     padding = remembered(item.start - item.padding, item.padding)
     faults = [item.fault("bytes in front of its record are not zero", item.start - item.padding, item.start)]
@@ -124,28 +127,45 @@ def _listed_faults(item: Item, entry: Entry, read: Read) -> list[Fault]:
     try:
         entries = read_entries(lambda offset, nbytes: read(item.start + offset, nbytes), item.nbytes)
     except NotARecordError as error:
-        return [item.fault(f"its record is damaged: {error}")]
+        return [item.content_fault(f"its record is damaged: {error}", item.start, item.end)]
     faults = _structure_faults(item, read)
-    payload = entries.pop(PAYLOAD, None)
+    faults += _payload_faults(item, entry, entries.pop(PAYLOAD, None))
+    for other in entries.values():
+        start = item.start + other.offset
+        if other.nbytes > _MAX_SMALL_NBYTES or crc32(read(start, other.nbytes)) != other.crc:
+            faults.append(
+                item.content_fault(f"the zip entry {other.name} fails its checksum", start, start + other.nbytes)
+            )
+    return faults
+
+
+def _payload_faults(item: Item, entry: Entry, payload: RecordEntry | None) -> list[Fault]:
+    """What the record says of its payload and the manifest does not."""
     if entry.payload_nbytes:
         if payload is None or (item.start + payload.offset, payload.nbytes) != (
             entry.payload_offset, entry.payload_nbytes
         ):  # fmt: skip
-            faults.append(item.fault(f"its record has no {PAYLOAD} where the manifest says"))
-        elif payload.crc != crc_of_blocks(entry.block_crcs, entry.payload_nbytes):
-            faults.append(item.fault(f"its record has another checksum for {PAYLOAD} than the manifest"))
+            return [item.fault(f"its record has no {PAYLOAD} where the manifest says")]
+        if payload.crc != crc_of_blocks(entry.block_crcs, entry.payload_nbytes):
+            return [item.fault(f"its record has another checksum for {PAYLOAD} than the manifest")]
     elif payload is not None and payload.nbytes:
-        faults.append(item.fault(f"its record has {payload.nbytes} bytes where the manifest says none"))
-    for other in entries.values():
-        start = item.start + other.offset
-        if other.nbytes > _MAX_SMALL_NBYTES or crc32(read(start, other.nbytes)) != other.crc:
-            faults.append(item.fault(f"the zip entry {other.name} fails its checksum", start, start + other.nbytes))
-    return faults
+        return [item.fault(f"its record has {payload.nbytes} bytes where the manifest says none")]
+    return []
+
+
+def _inspect_following(item: Item, read: _Remembered) -> InspectedRecord:
+    """A record that shares the head of those before it: what is its own."""
+    faults, payload = inspect_following(item, read)
+    if item.entry is not None:
+        # Where its record tells nothing of its payload, that is a fault already.
+        faults += _payload_faults(item, item.entry, payload) if payload is not None else []
+        return InspectedRecord(item, faults, (), (), read.ranges)
+    return InspectedRecord(item, faults, (), [payload] if payload is not None else [], read.ranges)
 
 
 def _structure_faults(item: Item, read: Read) -> list[Fault]:
     found = find_zip_problems(lambda offset, nbytes: read(item.start + offset, nbytes), item.nbytes)
-    return [item.fault(one.problem, item.start + one.start, item.start + one.end) for one in found]
+    return [item.content_fault(one.problem, item.start + one.start, item.start + one.end) for one in found]
 
 
 def _inspect_unlisted(item: Item, read: Read, faults: list[Fault]) -> InspectedRecord:
@@ -157,7 +177,9 @@ def _inspect_unlisted(item: Item, read: Read, faults: list[Fault]) -> InspectedR
     except NotARecordError as error:
         if _is_no_zip_file(item, read):
             return InspectedRecord(item, faults, [item.unchecked("it is no zip file, so it has no checksums")])
-        return InspectedRecord(item, [*faults, item.fault(f"its record is damaged: {error}")])
+        return InspectedRecord(
+            item, [*faults, item.content_fault(f"its record is damaged: {error}", item.start, item.end)]
+        )
     faults = [*faults, *_structure_faults(item, read)]
     if not any(entry.crc for entry in entries.values()):
         return InspectedRecord(item, faults, [item.unchecked("torch wrote it with its checksums turned off")])

@@ -51,14 +51,16 @@ class ZipProblem:
     problem: str
 
 
-def find_zip_problems(read: Read, nbytes: int) -> Iterator[ZipProblem]:
+def find_zip_problems(read: Read, nbytes: int, *, begin: int = 0) -> Iterator[ZipProblem]:
     """Each part of a record's zip structure that is damaged; contents are not looked at.
 
-    For a record that ``zip_record.read_entries`` reads. All of the structure is read, most of it twice.
+    For a record that ``zip_record.read_entries`` reads. All of the structure is read, most of it twice; of entries in
+    front of ``begin`` only their lines in the directory.
     """
     directory = read_directory(read, nbytes)
     directory_end = directory.offset + directory.nbytes
-    differing = list(_differing(directory, read))
+    own = sorted((one for one in directory.entries if one.header_at >= begin), key=lambda one: one.header_at)
+    differing = list(find_differing(own, own[0].header_at if begin else 0, directory.offset, read))
     yield from differing
     if differing or read(directory.offset, directory.nbytes) != b"".join(map(_central, directory.entries)):
         # Where two disagree, either may be the damaged one.
@@ -68,10 +70,13 @@ def find_zip_problems(read: Read, nbytes: int) -> Iterator[ZipProblem]:
         yield ZipProblem(directory_end, nbytes, "the end of the zip file is damaged")
 
 
-def _differing(directory: Directory, read: Read) -> Iterator[ZipProblem]:
-    """What stands around the entries' contents and is not what the directory says."""
-    before, end = None, 0
-    for entry in sorted(directory.entries, key=lambda entry: entry.header_at):
+def find_differing(entries: Sequence[DirectoryEntry], begin: int, end_at: int, read: Read) -> Iterator[ZipProblem]:
+    """What stands around the contents of ``entries`` and is not what the directory says.
+
+    They are in their order, begin at ``begin`` and end at ``end_at``.
+    """
+    before, end = None, begin
+    for entry in entries:
         name_nbytes, extra_nbytes = LOCAL.unpack(read(entry.header_at, LOCAL.size))[-2:]
         header_nbytes = LOCAL.size + name_nbytes + extra_nbytes
         yield from _descriptor_problems(before, end, entry.header_at, read)
@@ -80,7 +85,7 @@ def _differing(directory: Directory, read: Read) -> Iterator[ZipProblem]:
             problem = f"the zip header of {_plain(entry)} differs from the zip directory"
             yield ZipProblem(entry.header_at, entry.header_at + header_nbytes, problem)
         before, end = entry, entry.header_at + header_nbytes + entry.nbytes
-    yield from _descriptor_problems(before, end, directory.offset, read)
+    yield from _descriptor_problems(before, end, end_at, read)
 
 
 def _plain(entry: DirectoryEntry) -> str:

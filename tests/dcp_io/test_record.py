@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import io
+import tempfile
 import zipfile
 import zlib
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ray_dcp.checksums import BlockChecksums
-from ray_dcp.dcp_io.record import Payload, TensorRecord, write_python
+from ray_dcp.dcp_io.record import Payload, Row, TensorRecord, write_python
 from ray_dcp.layout import BLOCK_NBYTES
 from ray_dcp.storage.local import LocalStore
+from ray_dcp.zip_record import MAX_ROW_NBYTES
 from tests.shardings import DTYPES, KINDS, same_bits, whole_tensor
 
 
 def written(folder, *values) -> tuple[bytes, list[Payload]]:
     """A file with a record of each value, and what was said of each. Bytes are Python objects, pickled before."""
-    store = LocalStore(folder)
+    store, row = LocalStore(folder), Row()
     with store.put_new("f") as sink:
         payloads = [
-            write_python(sink, memoryview(value)) if isinstance(value, bytes) else TensorRecord(value).write(sink)
+            write_python(sink, memoryview(value)) if isinstance(value, bytes) else TensorRecord(value).write(sink, row)
             for value in values
         ]
     return store.get("f"), payloads
@@ -66,6 +68,45 @@ def test_records_of_every_kind_and_dtype_follow_each_other_in_one_file(tmp_path)
     ends = [payload.record_offset + payload.record_nbytes for payload in payloads]
     assert all(0 <= later.record_offset - end < 64 for end, later in zip(ends, payloads[1:], strict=False))
     assert ends[-1] == len(content)
+
+
+KINDS_OF_TINY = st.tuples(
+    st.sampled_from([torch.float32, torch.int64, torch.uint8]), st.sampled_from([(), (1,), (5,), (16,), (0,), (65,)])
+)
+
+
+@settings(deadline=None)
+@given(st.lists(KINDS_OF_TINY, max_size=60), st.booleans())
+def test_tiny_records_of_one_kind_share_their_head_and_each_is_a_whole_zip_file(kinds, together):
+    kinds = sorted(kinds, key=str) if together else kinds
+    tensors = [torch.randint(0, 256, sizes).to(dtype) for dtype, sizes in kinds]
+    with tempfile.TemporaryDirectory() as folder:
+        content, payloads = written(folder, *tensors)
+    for payload, tensor in zip(payloads, tensors, strict=True):
+        require_right(content, payload, tensor)
+        assert payload.record_nbytes <= max(MAX_ROW_NBYTES, 512 + tensor.nbytes)
+    for before, payload, this, last in zip(payloads, payloads[1:], tensors[1:], tensors, strict=False):
+        shares = payload.record_offset == before.record_offset
+        alike = (this.dtype, this.shape) == (last.dtype, last.shape) and 0 < this.nbytes <= 64
+        assert shares <= alike
+        assert payload.record_offset + payload.record_nbytes > before.record_offset + before.record_nbytes
+        if alike and not shares:
+            assert before.record_nbytes + 256 > MAX_ROW_NBYTES - 64
+
+
+def test_in_a_row_a_number_takes_256_bytes(tmp_path):
+    content, payloads = written(tmp_path, *torch.arange(100.0))
+    assert len(content) == payloads[-1].record_offset + payloads[-1].record_nbytes < 100 * 256 + 7 * 256
+    assert len({payload.record_offset for payload in payloads}) == 7
+
+
+def test_a_record_that_follows_none_of_its_kind_is_as_it_was_alone(tmp_path):
+    alone = [written(tmp_path / str(n), tensor)[0] for n, tensor in enumerate(TINY)]
+    content, payloads = written(tmp_path, *TINY)
+    assert [record_of(content, payload) for payload in payloads] == alone
+
+
+TINY = [torch.tensor(1.0), torch.tensor(1), torch.tensor(2.0), torch.tensor([2.0]), torch.ones(17), torch.zeros(17)]
 
 
 @pytest.mark.parametrize("nbytes", [1, BLOCK_NBYTES - 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 2 * BLOCK_NBYTES + 5])

@@ -17,7 +17,7 @@ from ray_dcp.manifest import Entry, decode_manifest
 from ray_dcp.storage.local import LocalStore
 from ray_dcp.storage.open import open_store
 from ray_dcp.storage.store import Store
-from ray_dcp.zip_record import read_entries
+from ray_dcp.zip_record import PAYLOAD, read_entries
 
 
 def state():
@@ -71,27 +71,30 @@ def records_of(store: Store) -> list[Record]:
         Record(index.fqn, None if index.offset is None else tuple(index.offset), info.offset, info.offset + info.length)
         for index, info in metadata.storage_data.items()
     ]
-    return sorted(found, key=lambda record: record.start)
+    return sorted(found, key=lambda record: (record.start, record.end))
 
 
 def regions_of(store: Store) -> dict[str, int]:
     """A byte of every kind that a shard file has, by what it is and whose."""
     content = store.get(shard_of(store))
     places = {}
-    end = 0
+    begin = end = 0
     for record in records_of(store):
         cut = content[record.start : record.end]
         entries = read_entries(lambda offset, nbytes, cut=cut: cut[offset : offset + nbytes], len(cut))
         if record.start > end:
             places[f"padding in front of {record.fqn}"] = record.start - 1
-        places[f"first byte of {record.fqn} {record.offsets}"] = record.start
+        # Behind the records before it in its row.
+        places[f"first byte of {record.fqn} {record.offsets}"] = max(record.start, end)
         places[f"last byte of {record.fqn} {record.offsets}"] = record.end - 1
         for entry in entries.values():
+            if record.start == begin and end and entry.name != PAYLOAD:
+                continue  # that of the first in its row
             if entry.nbytes:
                 places[f"{entry.name} of {record.fqn} {record.offsets}"] = record.start + entry.offset
             places[f"header of {entry.name} of {record.fqn} {record.offsets}"] = record.start + entry.offset - 1
-        places[f"directory of {record.fqn} {record.offsets}"] = record.start + cut.index(b"PK\x01\x02") + 16
-        end = record.end
+        places[f"directory of {record.fqn} {record.offsets}"] = record.start + cut.rindex(b"PK\x01\x02") + 16
+        begin, end = record.start, record.end
     return places
 
 

@@ -115,7 +115,7 @@ def test_any_bit_of_a_shard_file_that_is_damaged_is_found_with_its_item(store):
 
 def test_all_faults_are_reported_and_not_only_the_first(store):
     records = records_of(store)
-    with flipped(store, shard_of(store), *(record.start for record in records)):
+    with flipped(store, shard_of(store), *(record.end - 1 for record in records)):
         assert [(f.fqn, f.offsets) for f in verified(store).faults if f.start <= f.end] == [
             (record.fqn, record.offsets) for record in records
         ]
@@ -250,10 +250,45 @@ def test_a_manifest_that_does_not_fit_the_files_is_a_fault_of_the_item(ours, cha
 def test_records_that_lie_across_each_other_are_a_fault_and_a_shared_one_is_none(ours):
     manifest = decode_manifest(ours.get(MANIFEST), file=MANIFEST)
     entry = next(entry for entry in manifest.entries if entry.fqn == "model.w")
-    for twin, num_faults in ((entry, 0), (dataclasses.replace(entry, record_nbytes=entry.record_nbytes - 1), 1)):
+    later = dataclasses.replace(entry, record_offset=entry.record_offset + 1, record_nbytes=entry.record_nbytes - 1)
+    shorter = dataclasses.replace(entry, record_nbytes=entry.record_nbytes - 1)
+    for twin, said in ((entry, []), (later, ["lies across"]), (shorter, ["damaged", "damaged"])):
         entries = [*manifest.entries, dataclasses.replace(twin, fqn="twin")]
         with changed(ours, MANIFEST, encode_manifest(dataclasses.replace(manifest, entries=entries))):
-            assert len([f for f in verified(ours).faults if "lies across" in f.problem]) == num_faults
+            faults = verified(ours).faults
+        assert all(some in fault.problem for some, fault in zip(said, faults, strict=True))
+
+
+ROW = {f"s{n}": torch.tensor(float(n)) for n in range(18)} | {"other": torch.tensor(1), "w": torch.arange(5.0)}
+
+
+@pytest.mark.parametrize("piece_nbytes", [100, 16 << 20])
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_of_records_that_share_their_head_damage_is_told_of_the_one_whose_bytes_it_hit(
+    pieces_of, piece_nbytes, with_manifest
+):
+    pieces_of(piece_nbytes)
+    store = save_ours(f"memory://{uuid.uuid4().hex}/c", ROW)
+    if not with_manifest:
+        store.delete(MANIFEST)
+    assert len({record.start for record in records_of(store)}) == 4
+    bits, plan = random.Random(0), plan_verify(store.url)
+    before = verify_checkpoint(plan).faults
+    for place in range(0, len(store.get(shard_of(store))), 7):
+        with flipped(store, shard_of(store), place, bit=bits.randrange(8)):
+            faults = [fault for fault in verify_checkpoint(plan).faults if fault not in before]
+        assert {fault.fqn for fault in faults} == {owner(store, place).fqn}
+        assert any(fault.start <= place < fault.end for fault in faults)
+        assert place > 200 or any("with 14 other records behind it" in fault.problem for fault in faults)
+
+
+def test_a_record_in_a_row_whose_neighbour_the_manifest_does_not_know_is_a_fault():
+    store = save_ours(f"memory://{uuid.uuid4().hex}/c", ROW)
+    manifest = decode_manifest(store.get(MANIFEST), file=MANIFEST)
+    for lost, told in (("s0", "s1"), ("s7", "s8")):
+        entries = [entry for entry in manifest.entries if entry.fqn != lost]
+        with changed(store, MANIFEST, encode_manifest(dataclasses.replace(manifest, entries=entries))):
+            assert {fault.fqn for fault in verified(store).faults} == {told}
 
 
 def test_a_shard_file_that_belongs_to_nothing_is_a_note(store):
