@@ -87,6 +87,22 @@ def test_torch_reads_each_of_many_that_differ_and_so_does_any_zip_tool(tmp_path,
         assert same_bits(torch.load(io.BytesIO(record), weights_only=True), state[index.fqn])
 
 
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_chunks_of_one_tensor_begin_at_places_of_their_own(tmp_path, with_manifest):
+    """A reader may know a record by its file, its name and where it begins."""
+    chunks = {(2 * n,): torch.tensor([2.0 * n, 2.0 * n + 1]) for n in range(20)}
+    state = {"a": dcp.LocalShards((40,), chunks), "b": dcp.LocalShards((40,), chunks)}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    places = torch_dcp.FileSystemReader(tmp_path / "c").read_metadata().storage_data
+    assert len({(index.fqn, place.offset) for index, place in places.items()}) == 40
+    if not with_manifest:
+        (tmp_path / "c" / "manifest.parquet").unlink()
+    for load in (dcp.load, torch_dcp.load):
+        blank = {name: torch.zeros(40) for name in state}
+        load(blank, checkpoint_id=tmp_path / "c", no_dist=True)
+        assert all(same_bits(value, torch.arange(40.0)) for value in blank.values())
+
+
 def test_a_checkpoint_from_before_records_shared_their_heads_loads_and_is_whole(tmp_path, monkeypatch):
     state = {f"p{n}": torch.tensor(float(n)) for n in range(20)}
     with monkeypatch.context() as before:

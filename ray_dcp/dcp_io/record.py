@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -73,8 +73,9 @@ class Row:
     frame: SmallFrame | None = None
     start: int = 0
     """In the file, as its end."""
-    num_records: int = 0
     end: int = -1
+    names: set[str] = field(default_factory=set)
+    """Whose records these are. No two are chunks of one tensor: readers may tell records apart by place and name."""
 
 
 class TensorRecord:
@@ -101,26 +102,27 @@ class TensorRecord:
             return None
         return self.dtype, self.sizes, bytes(small_content(self._tensor))
 
-    def write(self, sink: ObjectWriter, row: Row) -> Payload:
+    def write(self, sink: ObjectWriter, row: Row, name: str) -> Payload:
         """Append it to ``sink``, aligned; only the tensor's own bytes are written. ``row`` is the file's."""
         frame = self._frame
         if isinstance(frame, SmallFrame):
-            return self._write_small(sink, frame, row)
+            return self._write_small(sink, frame, row, name)
         start = _pad(sink)
         crcs = self._write_large(sink, frame)
         assert sink.tell() == start + frame.nbytes, "a tensor has as many bytes as its shape says"
         return Payload(start, frame.nbytes, start + frame.payload_at, self._nbytes, crcs)
 
-    def _write_small(self, sink: ObjectWriter, frame: SmallFrame, row: Row) -> Payload:
-        follows = row.frame is frame and row.end == sink.tell()
-        record = frame.in_row(row.num_records) if follows else None
+    def _write_small(self, sink: ObjectWriter, frame: SmallFrame, row: Row, name: str) -> Payload:
+        follows = row.frame is frame and row.end == sink.tell() and name not in row.names
+        record = frame.in_row(len(row.names)) if follows else None
         if record is None:
-            row.frame, row.start, row.num_records = frame, _pad(sink), 0
+            row.frame, row.start = frame, _pad(sink)
+            row.names.clear()
             record = frame.first
         content = small_content(self._tensor)
         crc = crc32(content)
         sink.write(record.around(content, crc))
-        row.num_records += 1
+        row.names.add(name)
         row.end = row.start + record.end
         assert sink.tell() == row.end, "a tensor has as many bytes as its shape says"
         crcs = (crc,) if self._nbytes else ()

@@ -276,11 +276,11 @@ class StoreReader(StorageReader):
         return records
 
     def _wanted_by_place(self, plan: LoadPlan) -> list[WantedRecord]:
-        by_place: dict[tuple[str, int, str], list[ReadItem]] = defaultdict(list)
-        infos: dict[tuple[str, int, str], _StorageInfo] = {}
+        by_place: dict[tuple[str, int, int, str], list[ReadItem]] = defaultdict(list)
+        infos: dict[tuple[str, int, int, str], _StorageInfo] = {}
         for item in plan.items:
             info = self._info(item)
-            place = info.relative_path, info.offset, item.storage_index.fqn
+            place = info.relative_path, info.offset, info.length, item.storage_index.fqn
             by_place[place].append(item)
             infos[place] = info
         return [

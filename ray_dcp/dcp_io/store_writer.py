@@ -309,7 +309,7 @@ def _write_items(
                 if equal != number:
                     columns.repeat(number, equal)
                     continue
-                columns.put(number, value.write(sink, row), value.dtype, value.sizes)
+                columns.put(number, value.write(sink, row, items[number].index.fqn), value.dtype, value.sizes)
             else:
                 columns.put(number, write_python(sink, value.getbuffer()), None, None)
             if number == order[0]:

@@ -26,8 +26,10 @@ def written(folder, *values) -> tuple[bytes, list[Payload]]:
     store, row = LocalStore(folder), Row()
     with store.put_new("f") as sink:
         payloads = [
-            write_python(sink, memoryview(value)) if isinstance(value, bytes) else TensorRecord(value).write(sink, row)
-            for value in values
+            write_python(sink, memoryview(value))
+            if isinstance(value, bytes)
+            else TensorRecord(value).write(sink, row, f"value {number}")
+            for number, value in enumerate(values)
         ]
     return store.get("f"), payloads
 
