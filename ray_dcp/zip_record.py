@@ -47,8 +47,8 @@ _PLAIN, _LARGE = 20, 45
 _MAX_TAIL_NBYTES = 4096
 MAX_ROW_NBYTES = 4096
 """Of records that share a head, together: a reader that knows nothing of it may read them all for the last one."""
-MAX_ROW_PAYLOAD_NBYTES = 64
-"""Of each of them: a head is 203 bytes long, which counts where a payload is short."""
+MAX_ROW_PAYLOAD_NBYTES = 8
+"""Of each of them, one number. Longer ones that begin at one place are one memory to a conversion by older readers."""
 
 
 class NotARecordError(ValueError):

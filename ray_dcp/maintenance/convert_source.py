@@ -121,7 +121,7 @@ class CheckpointSource:
         records: dict[str, set[Hashable]] = {}
         for index, place in (self._metadata.storage_data or {}).items():
             stored[index.fqn] = stored.get(index.fqn, 0) + getattr(place, "length", 0)
-            record = index.offset, getattr(place, "relative_path", None), getattr(place, "offset", None)
+            record = index.offset, *(getattr(place, name, None) for name in ("relative_path", "offset", "length"))
             records.setdefault(index.fqn, set()).add(record)
         return [
             _value(fqn, _path(fqn, paths.get(fqn)), described, stored.get(fqn, 0), records.get(fqn, ()))

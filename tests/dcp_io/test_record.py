@@ -89,7 +89,7 @@ def test_tiny_records_of_one_kind_share_their_head_and_each_is_a_whole_zip_file(
         assert payload.record_nbytes <= max(MAX_ROW_NBYTES, 512 + tensor.nbytes)
     for before, payload, this, last in zip(payloads, payloads[1:], tensors[1:], tensors, strict=False):
         shares = payload.record_offset == before.record_offset
-        alike = (this.dtype, this.shape) == (last.dtype, last.shape) and 0 < this.nbytes <= 64
+        alike = (this.dtype, this.shape) == (last.dtype, last.shape) and 0 < this.nbytes <= 8
         assert shares <= alike
         assert payload.record_offset + payload.record_nbytes > before.record_offset + before.record_nbytes
         if alike and not shares:

@@ -143,7 +143,7 @@ def test_only_the_tensors_own_bytes_are_stored(checkpoint):
             at = entry.payload_offset - entry.record_offset
             assert entry.payload_nbytes == wanted.nbytes
             assert record[at : at + wanted.nbytes] == wanted.reshape(-1).view(torch.uint8).numpy().tobytes()
-            assert len(record) < wanted.nbytes + 1500
+            assert len(record) <= max(4096, wanted.nbytes + 1500)
 
 
 def test_payloads_are_aligned_in_the_file(checkpoint):

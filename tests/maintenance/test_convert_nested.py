@@ -109,6 +109,14 @@ def test_an_optimizer_goes_on_with_a_converted_state_bit_for_bit(tmp_path, kind,
         assert torch.equal(mine, theirs)
 
 
+def test_numbers_whose_records_begin_at_one_place_are_not_one_memory(tmp_path):
+    values = {f"p{n}": torch.tensor(float(n)) for n in range(5)} | {f"q{n}": torch.arange(4.0) + n for n in range(5)}
+    dcp.save(values, checkpoint_id=tmp_path / "c", no_dist=True)
+    found = torch.load(run(tmp_path / "c", tmp_path / "out.pt"), weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    assert len({value.data_ptr() for value in found.values()}) == len(values)
+
+
 def test_names_that_change_are_the_keys_and_what_is_left_out_stays_out(tmp_path):
     dcp.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
     found = torch.load(run(tmp_path / "c", tmp_path / "a.pt", add_prefix="x."), weights_only=True)
