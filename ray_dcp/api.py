@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from ray_dcp.catalog import CheckpointInfo
 from ray_dcp.cluster.current import current_group, process_group_ranks
 from ray_dcp.cluster.group import RankGroup
+from ray_dcp.collector import collector_paused
 from ray_dcp.config import DEFAULT_REPLICA_NBYTES, ReplicaCheck, replica_check_from, share_reads_from
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.dcp_io.store_writer import StoreWriter
@@ -194,20 +195,19 @@ def load(
     Raises ``CheckpointException`` on every rank, listing all that does not fit.
     """
     call, saves = _start_call("load", _place(checkpoint_id, storage_reader), ranks_of(group, process_group, no_dist))
-    with saves.noting_earlier():
+    with saves.noting_earlier(), collector_paused():
         with phase(call, "collect"):
             reader = storage_reader if storage_reader is not None else StoreReader(trusted=trusted)
             location = _location(checkpoint_id, reader, "storage_reader")
             _require_reachable(location, reader, call)
             choice = NameChoice(only, skip, rename)
-            load_planner = default_load_planner(
-                planner, cast=cast, trusted=trusted, checkpoint_id=location, choice=choice
-            )
-            share_reads = share_reads_from(os.environ)
             if strict is True and type(planner) is DefaultLoadPlanner and planner.allow_partial_load:
                 strict = False
-        request = LoadRequest(state_dict, location, reader, load_planner, strict, trusted, share_reads, choice)
+            planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location, choice=choice)
+            share_reads = share_reads_from(os.environ)
+            request = LoadRequest(state_dict, location, reader, planner, strict, trusted, share_reads, choice)
         report = load_rank(request, call)
+        del request, reader, planner  # and with them what was made of the checkpoint, before the collector wakes
     return saves.tell_earlier("load", report)
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 _lock = threading.Lock()
 _num_paused = 0
+_num_resumed = 0
 _was_enabled = False
 
 
@@ -24,7 +25,8 @@ def collector_paused() -> Iterator[None]:
     with _lock:
         if _num_paused == 0:
             _was_enabled = gc.isenabled()
-            gc.disable()
+            if not _num_resumed:
+                gc.disable()
         _num_paused += 1
     try:
         yield
@@ -35,12 +37,29 @@ def collector_paused() -> Iterator[None]:
                 gc.enable()
 
 
+@contextmanager
+def collector_resumed() -> Iterator[None]:
+    """Within it the collector works as if no pause was on: around a user's code, whose cycles may hold much memory."""
+    global _num_resumed
+    with _lock:
+        _num_resumed += 1
+        if _num_paused and _was_enabled:
+            gc.enable()
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_resumed = max(0, _num_resumed - 1)
+            if _num_paused and not _num_resumed:
+                gc.disable()
+
+
 def _end_pauses_of_parent() -> None:
     """A fork has none of the threads that would end them."""
-    global _num_paused
+    global _num_paused, _num_resumed
     if _num_paused and _was_enabled:
         gc.enable()
-    _num_paused = 0
+    _num_paused = _num_resumed = 0
     _lock.release()
 
 

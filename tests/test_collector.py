@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ray_dcp.collector import collector_paused
+from ray_dcp.collector import collector_paused, collector_resumed
 from tests.slack import within
 
 
@@ -46,11 +46,24 @@ def test_the_last_of_several_threads_wakes_it_up():
     assert gc.isenabled()
 
 
+def test_it_works_for_a_users_code_within_a_pause():
+    with collector_paused():
+        with collector_resumed():
+            assert gc.isenabled()
+            with collector_paused():
+                assert gc.isenabled()
+            assert gc.isenabled()
+        assert not gc.isenabled()
+    with collector_resumed():
+        assert gc.isenabled()
+    assert gc.isenabled()
+
+
 def test_whoever_has_turned_it_off_finds_it_off():
     gc.disable()
     try:
-        with collector_paused():
-            pass
+        with collector_paused(), collector_resumed():
+            assert not gc.isenabled()
         assert not gc.isenabled()
     finally:
         gc.enable()

@@ -15,7 +15,7 @@ import inspect
 import io
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ray_dcp.collector import collector_paused
+from ray_dcp.collector import collector_paused, collector_resumed
 from ray_dcp.dcp_io.metadata_file import decode_python
 from ray_dcp.dcp_io.opened import OpenedCheckpoint
 from ray_dcp.dcp_io.store_reader import StoreReader
@@ -159,6 +160,11 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
 
     Raises ``CheckpointException``. A template that does not fit is untouched.
     """
+    with collector_paused():  # at its end nearly all that was made is gone, and nothing is left to be walked
+        return _load(request, call)
+
+
+def _load(request: LoadRequest, call: Call) -> LoadReport:
     metadata = _open(request, call)
     seen = _seen_names(request, metadata, call)
     template = _collect_template(request, seen.metadata, call)
@@ -184,8 +190,7 @@ def _open(request: LoadRequest, call: Call) -> Metadata:
         opened: OpenedCheckpoint | None = call.exchange("open", OpenContribution(request.checkpoint_id, own_reader))
         if opened is not None and isinstance(request.reader, StoreReader):
             request.reader.adopt(opened)
-        with collector_paused():
-            metadata = _read_metadata(request.reader, call.rank)
+        metadata = _read_metadata(request.reader, call.rank)
         reached(Point.AFTER_OPEN)
     return metadata
 
@@ -221,31 +226,33 @@ def _collect_template(request: LoadRequest, metadata: Metadata, call: Call) -> _
     with phase(call, "collect"):
         if not isinstance(request.state_dict, dict):
             raise StateDictError(f"state_dict is a {type(request.state_dict).__name__}; pass the dict to fill")
-        collected = CollectedTemplate(
-            request.state_dict, ask=lambda stateful, fqn: template_of(stateful, fqn, metadata)
-        )
+
+        def ask(stateful: Stateful, fqn: str) -> Any:
+            with collector_resumed():
+                return template_of(stateful, fqn, metadata)
+
+        collected = CollectedTemplate(request.state_dict, ask=ask)
         return _Template(collected, PerRankTemplate(collected.values, call.rank, call.world_size))
 
 
 def _plan(request: LoadRequest, template: _Template, metadata: Metadata, seen: SeenNames, call: Call) -> _PlannedLoad:
     """Agree with all ranks on who reads what, all templates checked."""
     with phase(call, "plan"):
-        with collector_paused():
-            local_plan = _plan_locally(request, template, metadata, seen, call)
-            carried = _carried(request, call) if call.rank == 0 else None
-            check = _check(request)
-            problems = _unfit_patterns(request, metadata, template)
-            problems += template.per_rank.problems(seen.metadata.state_dict_metadata)
-            python = PythonValues(
-                request.planner,
-                request.reader,
-                call.progress,
-                trusted=request.trusted,
-                checkpoint_id=request.checkpoint_id,
-            )
-            if not problems and not _is_refused(check, request.strict):
-                problems += _read_first(request, template, seen, local_plan, python)
-            offer = _shared_reads_offer(request, python.rest_of(local_plan), call)
+        local_plan = _plan_locally(request, template, metadata, seen, call)
+        carried = _carried(request, call) if call.rank == 0 else None
+        check = _check(request)
+        problems = _unfit_patterns(request, metadata, template)
+        problems += template.per_rank.problems(seen.metadata.state_dict_metadata)
+        python = PythonValues(
+            request.planner,
+            request.reader,
+            call.progress,
+            trusted=request.trusted,
+            checkpoint_id=request.checkpoint_id,
+        )
+        if not problems and not _is_refused(check, request.strict):
+            problems += _read_first(request, template, seen, local_plan, python)
+        offer = _shared_reads_offer(request, python.rest_of(local_plan), call)
         sent = None if _has_no_global_step(request) else local_plan
         contribution = LoadContribution(sent, without_names(check), request.strict, tuple(problems), carried, offer)
         answer = call.exchange("plan", contribution)
@@ -382,7 +389,8 @@ def _restore(request: LoadRequest, template: _Template, call: Call, *, together:
     with phase(call, "restore"):
         reached(Point.BEFORE_RESTORE)
         on_meta = request.planner.on_meta if isinstance(request.planner, TemplatePlanner) else frozenset[str]()
-        template.collected.restore(functools.partial(_is_restored, request), on_meta)
+        with collector_resumed() if template.collected.runs_code else nullcontext():
+            template.collected.restore(functools.partial(_is_restored, request), on_meta)
         reached(Point.AFTER_RESTORE)
         if together:
             call.exchange("restore", None)
