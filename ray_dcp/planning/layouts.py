@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def local_part(value: Any) -> torch.Tensor | None:
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor of some elements has no memory any more; torch itself reads and writes at address 0 then."""
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return False
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
@@ -63,22 +63,22 @@ class PlannedReads:
     """The reads that fill values of one layout from tensors that were saved in one way, whatever their names."""
 
     reads: tuple[ReadItem, ...]
-    """Of a value without a name."""
+    """Of a value without a name. Most are of a chunk that is stored as it is here: then both indexes are one object."""
     problems: tuple[str, ...]
     """A line for each region that stored chunks do not fill exactly once."""
 
     def of(self, fqn: str) -> list[ReadItem]:
-        return [
-            ReadItem(
-                LoadItemType.TENSOR,
-                MetadataIndex(fqn, read.dest_index.offset, read.dest_index.index),
-                read.dest_offsets,
-                MetadataIndex(fqn, read.storage_index.offset, read.storage_index.index),
-                read.storage_offsets,
-                read.lengths,
-            )
-            for read in self.reads
-        ]
+        items = []
+        for read in self.reads:
+            dest, stored = read.dest_index, read.storage_index
+            index = MetadataIndex(fqn, dest.offset, dest.index)
+            stored = index if stored is dest else MetadataIndex(fqn, stored.offset, stored.index)
+            offsets = read.dest_offsets, read.storage_offsets
+            items.append(ReadItem(LoadItemType.TENSOR, index, offsets[0], stored, offsets[1], read.lengths))
+        return items
+
+
+NO_READS = PlannedReads((), ())
 
 
 class WriteLayouts:
@@ -127,10 +127,17 @@ class ReadLayouts:
 
 def _planned_reads(value: torch.Tensor, saved: TensorStorageMetadata) -> PlannedReads:
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-        return PlannedReads((), ())  # this rank is not in its mesh
+        return NO_READS  # this rank is not in its mesh
     chunks = _create_chunk_list(value)
     reads = create_read_items_for_chunk_list("", saved, chunks)
-    return PlannedReads(tuple(reads), tuple(_uncovered_regions(chunks, reads)))
+    problems = _uncovered_regions(chunks, reads)
+    return PlannedReads(tuple(map(_with_one_index, reads)), tuple(problems))
+
+
+def _with_one_index(read: ReadItem) -> ReadItem:
+    """The same, with one object for both indexes where they are equal, hints included."""
+    same = read.dest_index == read.storage_index and read.dest_index.index == read.storage_index.index
+    return replace(read, storage_index=read.dest_index) if same else read
 
 
 def _uncovered_regions(chunks: Sequence[ChunkStorageMetadata], reads: Sequence[ReadItem]) -> list[str]:

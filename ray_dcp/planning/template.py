@@ -8,7 +8,7 @@ of an integer key beside it, as a string); it fills what is still empty; it unpi
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from ray_dcp.planning.assignable import Assignments, own_key
 from ray_dcp.planning.containers import Containers
 from ray_dcp.planning.flat import LEAVES, NO_WORD, flat_state
-from ray_dcp.planning.layouts import ReadLayouts, local_part
+from ray_dcp.planning.layouts import NO_READS, PlannedReads, ReadLayouts, layout_key, local_part
 from ray_dcp.planning.overlaps import SharedMemory, shared_memory, tied_to
 from ray_dcp.planning.stored_names import EVERYTHING, NameChoice
 from ray_dcp.planning.template_check import TemplateCheck, compare, without_names
 from ray_dcp.planning.template_fill import Growth, empty_places, saved_empty_names
-from ray_dcp.planning.template_memory import TemplateMemory, is_meta, unfit
+from ray_dcp.planning.template_memory import TemplateMemory, can_be_filled, is_meta, unfit
 
 _AT_ZERO = torch.Size((0,))
 """What torch's planner gives as place and length of a Python object."""
@@ -107,42 +107,56 @@ class TemplatePlanner(DefaultLoadPlanner):
         saved_values = self.metadata.state_dict_metadata
         layouts = ReadLayouts()
         items: list[ReadItem] = []
-        problems: list[str] = []
+        self._problems = []
+        fitting: dict[Hashable, PlannedReads] = {}
+        """By layout, of values that can be filled, and by the object that describes what was saved: many share one."""
         for fqn, value in self.state_dict.items():
             saved = saved_values.get(fqn)
             if saved is None:
                 continue
             if isinstance(saved, BytesStorageMetadata):
                 if isinstance(value, torch.Tensor):
-                    problems.append(f"{fqn}: the checkpoint holds a Python object, the template a tensor")
+                    self._problems.append(f"{fqn}: the checkpoint holds a Python object, the template a tensor")
                 else:
                     index = MetadataIndex(fqn)
                     items.append(ReadItem(LoadItemType.BYTE_IO, index, _AT_ZERO, index, _AT_ZERO, _AT_ZERO))
                 continue
-            if saved.properties.dtype is NO_WORD:
-                problems.append(
-                    f"{fqn}: its dtype is one that torch has no word for, as `ray-dcp show` tells: "
-                    "leave it out (skip= does)"
-                )
-                continue
-            if value is None:
-                value = self.state_dict[fqn] = self._memory.to_make(fqn, saved)
-            not_fitting = unfit(fqn, value, saved)
-            problems += not_fitting
-            if not not_fitting:
-                planned = layouts.reads_of(value, saved)
-                items += planned.of(fqn)
-                problems += [f"{fqn}: {problem}" for problem in planned.problems]
-                if is_meta(value):
-                    self._memory.lacks(fqn, value)
-            if isinstance(value, torch.Tensor) and value.dtype != saved.properties.dtype and not self._cast:
-                problems.append(
-                    f"{fqn}: the checkpoint has dtype {saved.properties.dtype}, the template {value.dtype} "
-                    "(cast=True converts)"
-                )
-        self._problems = problems
+            layout = (id(saved), layout_key(value), value.dtype) if can_be_filled(value) else None
+            planned = fitting.get(layout)
+            if planned is None:
+                num_problems = len(self._problems)
+                planned = self._plan_reads(fqn, value, saved, layouts)
+                if layout is not None and len(self._problems) == num_problems:
+                    fitting[layout] = planned
+            items += planned.of(fqn)
         self._python = [item.dest_index.fqn for item in items if item.type == LoadItemType.BYTE_IO]
         return LoadPlan(items)
+
+    def _plan_reads(self, fqn: str, value: Any, saved: TensorStorageMetadata, layouts: ReadLayouts) -> PlannedReads:
+        """Of one tensor, and note why it cannot be filled, or not as it is."""
+        problems = self._problems
+        if saved.properties.dtype is NO_WORD:
+            problems.append(
+                f"{fqn}: its dtype is one that torch has no word for, as `ray-dcp show` tells: "
+                "leave it out (skip= does)"
+            )
+            return NO_READS
+        if value is None:
+            value = self.state_dict[fqn] = self._memory.to_make(fqn, saved)
+        planned = NO_READS
+        not_fitting = unfit(fqn, value, saved)
+        problems += not_fitting
+        if not not_fitting:
+            planned = layouts.reads_of(value, saved)
+            problems += [f"{fqn}: {problem}" for problem in planned.problems]
+            if is_meta(value):
+                self._memory.lacks(fqn, value)
+        if isinstance(value, torch.Tensor) and value.dtype != saved.properties.dtype and not self._cast:
+            problems.append(
+                f"{fqn}: the checkpoint has dtype {saved.properties.dtype}, the template {value.dtype} "
+                "(cast=True converts)"
+            )
+        return planned
 
     def check(self, *, strict: bool = True) -> TemplateCheck:
         """Compare the template with the checkpoint, once the local plan is made; ``strict``: what lacks is refused."""

@@ -77,6 +77,14 @@ def is_meta(value: torch.Tensor) -> bool:
     return local.is_meta if local is not None else not isinstance(value, ShardedTensor) and value.is_meta
 
 
+def can_be_filled(value: Any) -> bool:
+    """Whether it is a plain tensor or DTensor with memory in order: most are, and ``unfit`` asks no more of them."""
+    local = local_part(value)
+    return (
+        local is not None and _is_plain(local) and local.is_contiguous() and not local.is_meta and not is_freed(local)
+    )
+
+
 def unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
     """Why no read of a stored tensor can be planned into ``value``."""
     local = local_part(value)
