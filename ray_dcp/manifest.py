@@ -70,6 +70,9 @@ class EntryTable(Sequence[Entry]):
 
     def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
         self.columns = columns
+        self.sizes: Sequence[tuple[int, ...] | None] = self.column("sizes")
+        self.dtypes: Sequence[str | None] = self.column("dtype")
+        self.block_crcs: Sequence[tuple[int, ...]] = self.column("block_crcs")
 
     @overload
     def __getitem__(self, number: int) -> Entry: ...

@@ -143,14 +143,16 @@ class Lane:
         self._until_next.close()
 
 
-def read_run(
-    files: CheckpointFiles, run: Sequence[Part], uses: Sequence[Callable[[memoryview], None]], lane: Lane
-) -> int:
-    """Read all parts of a run, which are of one file, at once, and give each its bytes; how many were read."""
+def read_run(files: CheckpointFiles, run: Sequence[Part], use: Callable[[memoryview, int], None], lane: Lane) -> int:
+    """Read all parts of a run, which are of one file, at once; how many bytes were read.
+
+    ``use`` gets them, from the first part's on, and the address at which they lie until it returns.
+    """
     start = run[0].offset
-    end = max(part.offset + part.nbytes for part in run)
+    end = max([part.offset + part.nbytes for part in run])
     try:
-        held = tensor_memory(lane.memory(end - start))
+        memory = lane.memory(end - start)
+        held = tensor_memory(memory)
     except RuntimeError:
         # So much memory is not there. Is the file as long, or is the number wrong?
         for part in run:
@@ -163,8 +165,7 @@ def read_run(
         for part in run:
             files.fill(part.key, part.fqn, part.offset, [held[part.offset - start :][: part.nbytes]])
         raise
-    for part, use in zip(run, uses, strict=True):
-        use(held[part.offset - start :][: part.nbytes])
+    use(held, memory.data_ptr())
     return end - start
 
 

@@ -7,8 +7,7 @@ import functools
 import io
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -34,8 +33,7 @@ from ray_dcp.dcp_io.stored_chunk import (
 from ray_dcp.dcp_io.torch_record import find_payload
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.layout import BLOCK_NBYTES
-from ray_dcp.manifest import Entry
-from ray_dcp.staging.host_pieces import tensor_memory
+from ray_dcp.manifest import Entry, EntryTable
 from ray_dcp.zip_record import LOCAL_SIGNATURE, NotARecordError
 
 _FOLDER = 1 << 4
@@ -43,12 +41,10 @@ _FOLDER = 1 << 4
 
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_MAX_MOVED_NBYTES = 1 << 15
 
 
-@dataclass(frozen=True, slots=True)
-class WantedRecord:
-    """A record and what a rank wants of it."""
+class WantedRecord(NamedTuple):
+    """A record and what a rank wants of it; a tuple, since a rank may want tens of thousands."""
 
     key: str
     offset: int
@@ -57,8 +53,15 @@ class WantedRecord:
     items: Sequence[ReadItem]
     info: _StorageInfo | None
     """Where torch wrote the checkpoint."""
-    entry: Entry | None
-    """Where the manifest says more."""
+    table: EntryTable | None
+    """Where the manifest says more: of each record, ..."""
+    number: int
+    """... of this one in this row; -1 where it does not."""
+
+    @property
+    def entry(self) -> Entry | None:
+        """What the manifest says, made anew each time."""
+        return None if self.table is None else self.table[self.number]
 
     @property
     def fqn(self) -> str:
@@ -74,14 +77,50 @@ class RecordReads:
         self._shape = shape
         self._unchecked = unchecked
 
-    def use_small(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: memoryview) -> None:
-        """Fill ``targets``, one for each item, from the bytes of a record that has been read whole."""
-        if wanted.entry is not None and len(targets) == 1 and self._is_all_of(wanted.entry, targets[0]):
-            self._put_all(wanted.entry, targets[0], content)
-            return
+    def use_run(
+        self,
+        run: Sequence[WantedRecord],
+        targets_of: Sequence[Sequence[torch.Tensor] | None],
+        held: memoryview,
+        address: int,
+    ) -> list[bytes]:
+        """Fill the targets of each record from ``held``, the run's bytes, which lie at ``address``.
+
+        There is one for each item; None for a Python object, of all of which the checked records are returned.
+        """
+        start = run[0].offset
+        python = []
+        for record, targets in zip(run, targets_of, strict=True):
+            at, table = record.offset - start, record.table
+            content = held[at : at + record.nbytes]
+            if targets is None:
+                python.append(self._checked_python(record, content))
+            elif table is None or not self._is_all_of(record, table, targets):
+                self._use_small(record, targets, content)
+            elif crc32(content) == table.block_crcs[record.number][0]:
+                # Several times as quick as making a view of such a small tensor.
+                ctypes.memmove(targets[0].data_ptr(), address + at, record.nbytes)
+            else:
+                raise self._chunk(table[record.number], _boxes(record, targets)).damaged(0, record.nbytes)
+        return python
+
+    def _is_all_of(self, wanted: WantedRecord, table: EntryTable, targets: Sequence[torch.Tensor]) -> bool:
+        """Whether a target takes a small chunk as it is: what most small reads are for."""
+        number, target = wanted.number, targets[0]
+        return (
+            len(targets) == 1
+            and target.shape == table.sizes[number]
+            and target.nbytes == wanted.nbytes
+            and len(table.block_crcs[number]) == 1
+            and not self._unchecked
+            and _DTYPES.get(table.dtypes[number] or "") is target.dtype
+            and is_direct(target, target.dtype)
+        )
+
+    def _use_small(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: memoryview) -> None:
         boxes = _boxes(wanted, targets)
-        if wanted.entry is not None:
-            chunk = self._chunk(wanted.entry, boxes)
+        if wanted.table is not None:
+            chunk = self._chunk(wanted.table[wanted.number], boxes)
             put_small(chunk, boxes, content)
             return
         found = self._payload_of_torch(wanted, lambda offset, nbytes: bytes(content[offset : offset + nbytes]))
@@ -94,10 +133,10 @@ class RecordReads:
 
     def large_read(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> Callable[[Lane], int]:
         """What fills ``targets`` from the blocks that hold them, and returns how many bytes it read."""
-        if wanted.entry is None:
+        if wanted.table is None:
             return functools.partial(self._read_torch_record, wanted, targets)
         boxes = _boxes(wanted, targets)
-        chunk = self._chunk(wanted.entry, boxes)
+        chunk = self._chunk(wanted.table[wanted.number], boxes)
         direct = LargeRead.of(chunk, boxes, self._shape.unit_nbytes, self._shape.piece_nbytes)
         if direct is None:
             return functools.partial(self._read_boxes, wanted, chunk, boxes)
@@ -130,10 +169,10 @@ class RecordReads:
 
     def passing(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> tuple[StoredChunk, list[Box]] | None:
         """Chunk and boxes, where bytes that pass in order can be put straight into ``targets``; else None."""
-        if wanted.entry is None:
+        if wanted.table is None:
             return None
         boxes = _boxes(wanted, targets)
-        chunk = self._chunk(wanted.entry, boxes)
+        chunk = self._chunk(wanted.table[wanted.number], boxes)
         return (chunk, boxes) if all(_is_in_rows(chunk, box) for box in boxes) else None
 
     def read_blocks(self, entry: Entry, start: int, into: memoryview) -> None:
@@ -141,38 +180,16 @@ class RecordReads:
         self._files.fill(entry.file, entry.fqn, entry.payload_offset + start, [into])
         self._as_chunk(entry, torch.uint8, (entry.payload_nbytes,)).verify(into, start)
 
-    def hold_python(self, wanted: WantedRecord, held: list[bytes], content: memoryview) -> None:
-        """Append the checked record of a Python object to ``held``."""
-        entry = wanted.entry
-        if entry is not None:
-            value = bytes(content)
-            if len(value) > BLOCK_NBYTES or self._unchecked or entry.block_crcs != (crc32(value),):
-                self._as_chunk(entry, torch.uint8, (entry.payload_nbytes,)).verify(content)
-            held.append(value)
-            return
-        record = _transformed(wanted.info, bytes(content))
-        self._verify_zip(record, wanted)
-        held.append(record)
-
-    def _is_all_of(self, entry: Entry, target: torch.Tensor) -> bool:
-        """Whether ``target`` takes a small chunk as it is: what most small reads are for."""
-        return (
-            target.shape == entry.sizes
-            and target.nbytes == entry.payload_nbytes
-            and len(entry.block_crcs) == 1
-            and not self._unchecked
-            and _DTYPES.get(entry.dtype or "") is target.dtype
-            and is_direct(target, target.dtype)
-        )
-
-    def _put_all(self, entry: Entry, target: torch.Tensor, content: memoryview) -> None:
-        if crc32(content) != entry.block_crcs[0]:
-            raise self._as_chunk(entry, target.dtype, target.shape).damaged(0, entry.payload_nbytes)
-        if len(content) <= _MAX_MOVED_NBYTES:
-            # Several times as quick as making a view of such a small tensor.
-            ctypes.memmove(target.data_ptr(), bytes(content), len(content))
-        else:
-            tensor_memory(target)[:] = content
+    def _checked_python(self, wanted: WantedRecord, content: memoryview) -> bytes:
+        """The record of a Python object, as it was written."""
+        record, table = bytes(content), wanted.table
+        if table is None:
+            record = _transformed(wanted.info, record)
+            self._verify_zip(record, wanted)
+        elif len(record) > BLOCK_NBYTES or self._unchecked or table.block_crcs[wanted.number] != (crc32(record),):
+            entry = table[wanted.number]
+            self._as_chunk(entry, torch.uint8, (entry.payload_nbytes,)).verify(content)
+        return record
 
     def _chunk(self, entry: Entry, boxes: Sequence[Box]) -> StoredChunk:
         dtype = getattr(torch, entry.dtype or "", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,11 +29,20 @@ class NamedBytes(io.BytesIO):
         self.name = name
 
 
+class KeepsRecords(LoadPlanner):
+    """A planner that takes Python objects as they are stored, to decode them all later."""
+
+    @abstractmethod
+    def keep_record(self, item: ReadItem, record: bytes, file: str) -> None:
+        """Take the checked record of ``item``; ``file`` names its file in messages."""
+
+
 class RecordTasks:
     """For one planner. ``nbytes_loaded`` counts what it has been given."""
 
     def __init__(self, planner: LoadPlanner, reads: RecordReads, files: CheckpointFiles, shape: ReadShape) -> None:
         self._planner = planner
+        self._keeps = planner if isinstance(planner, KeepsRecords) else None
         self._reads = reads
         self._files = files
         self._shape = shape
@@ -48,10 +58,11 @@ class RecordTasks:
         """
         in_place = getattr(self._planner, "resolves_in_place", False) is True
         for records in wanted.values():
-            large = [record for record in records if not is_small(record) and not is_done(record)]
+            small = [record for record in records if is_small(record)]
+            large = [] if len(small) == len(records) else [r for r in records if not is_small(r) and not is_done(r)]
             for batch in batches(large, self._shape.batch_nbytes if in_place else 0):
                 yield self._large(batch)
-            for run in joined([record for record in records if is_small(record)], self._shape):
+            for run in joined(small, self._shape):
                 yield self._run(run)
 
     def targets(self, record: WantedRecord) -> list[torch.Tensor]:
@@ -76,26 +87,35 @@ class RecordTasks:
 
     def _run(self, run: Sequence[WantedRecord]) -> Task[Loaded]:
         """One read of several small records that lie close together."""
-        loaded: Loaded = []
-        uses: list[Callable[[memoryview], None]] = []
-        filled: list[torch.Tensor] = []
+        targets_of = [None if record.items[0].type == LoadItemType.BYTE_IO else self.targets(record) for record in run]
+        count_as_changed([target for targets in targets_of if targets is not None for target in targets])
+        python: list[bytes] = []
+
+        def use(held: memoryview, address: int) -> None:
+            python.extend(self._reads.use_run(run, targets_of, held, address))
+
+        loaded = functools.partial(self._run_loaded, run, targets_of, python)
+        return Task(functools.partial(read_run, self._files, run, use), [loaded])
+
+    def _run_loaded(
+        self,
+        run: Sequence[WantedRecord],
+        targets_of: Sequence[Sequence[torch.Tensor] | None],
+        python: Sequence[bytes],
+    ) -> None:
+        """Tell the planner of all records of a run, in their order."""
         shown = self._files.shown(run[0].key)
-        for record in run:
-            if record.items[0].type == LoadItemType.BYTE_IO:
-                held: list[bytes] = []
-                uses.append(functools.partial(self._reads.hold_python, record, held))
-                loaded.append(functools.partial(self._load_python, record.items, held, shown))
+        records = iter(python)
+        for wanted, targets in zip(run, targets_of, strict=True):
+            if targets is None:
+                self._load_python(wanted.items, next(records), shown)
             else:
-                targets = self.targets(record)
-                filled += targets
-                uses.append(functools.partial(self._reads.use_small, record, targets))
-                loaded += self.loaded(record, targets)
-        count_as_changed(filled)
-        return Task(functools.partial(read_run, self._files, run, uses), loaded)
+                for item, target in zip(wanted.items, targets, strict=True):
+                    self._commit(item, target)
 
     def _target(self, item: ReadItem, key: str) -> torch.Tensor:
         target: Any = self._planner.resolve_tensor(item).detach()
-        if tuple(target.shape) != tuple(item.lengths):
+        if target.shape != item.lengths and tuple(target.shape) != tuple(item.lengths):
             raise CorruptCheckpointError(
                 f"the planner gives a tensor of shape {tuple(target.shape)} for a read of {tuple(item.lengths)}",
                 file=self._files.shown(key),
@@ -107,10 +127,13 @@ class RecordTasks:
         self._planner.commit_tensor(item, target)
         self.nbytes_loaded += target.nbytes
 
-    def _load_python(self, items: Sequence[ReadItem], held: Sequence[bytes], shown: str) -> None:
-        self.nbytes_loaded += len(held[0])
+    def _load_python(self, items: Sequence[ReadItem], record: bytes, shown: str) -> None:
+        self.nbytes_loaded += len(record)
         for item in items:
-            self._planner.load_bytes(item, NamedBytes(held[0], shown))
+            if self._keeps is not None:
+                self._keeps.keep_record(item, record, shown)
+            else:
+                self._planner.load_bytes(item, NamedBytes(record, shown))
 
 
 def count_as_changed(tensors: Sequence[torch.Tensor]) -> None:

@@ -144,7 +144,7 @@ class StoreReader(StorageReader):
         with suppress(CorruptCheckpointError):
             for record in large_of(self._wanted(plan, files)):
                 passing = reads.passing(record, [planner.resolve_tensor(item).detach() for item in record.items])
-                wants.append(want_of(self._number(record), *passing) if passing is not None else None)
+                wants.append(want_of(record.number, *passing) if passing is not None else None)
         return offer_of([want for want in wants if want is not None], self.sharing, store, self._opened)
 
     def are_stored_alike(self, fqns: Sequence[str]) -> bool:
@@ -185,7 +185,7 @@ class StoreReader(StorageReader):
         tasks = RecordTasks(planner, reads, files, shape)
         try:
             shared = self._read_shared(wanted, tasks, reads, shape)
-            left_to_read = tasks.of(wanted, lambda record: bool(shared) and self._number(record) in shared)
+            left_to_read = tasks.of(wanted, lambda record: bool(shared) and record.number in shared)
             with closing(finished(left_to_read, shape.num_in_flight)) as ended:
                 for loaded, nbytes in ended:
                     self.nbytes_read += nbytes
@@ -219,7 +219,7 @@ class StoreReader(StorageReader):
         targets: dict[int, Passing] = {}
         loaded: dict[int, Loaded] = {}
         for record in large_of(wanted):
-            number = self._number(record)
+            number = record.number
             if number in entries:
                 filled = tasks.targets(record)
                 passing = reads.passing(record, filled)
@@ -251,28 +251,29 @@ class StoreReader(StorageReader):
         self._grouped = plan, by_file
         return by_file
 
-    def _number(self, record: WantedRecord) -> int:
-        """Of its entry; -1 where it has none."""
-        return self._numbers[record.entry.fqn, record.entry.offsets] if record.entry is not None else -1
-
     def _wanted_entries(self, plan: LoadPlan, files: CheckpointFiles) -> list[WantedRecord]:
         """By the manifest, which belongs to this metadata: its digest says so."""
         assert self._entries is not None
+        table, numbers = self._entries, self._numbers
         items_of: dict[int, list[ReadItem]] = {}
         for item in plan.items:
-            number = self._numbers.get((item.storage_index.fqn, item.storage_index.offset), -1)
-            items_of.setdefault(number, []).append(item)
+            index = item.storage_index
+            number = numbers.get((index.fqn, index.offset), -1)
+            if number in items_of:
+                items_of[number].append(item)
+            else:
+                items_of[number] = [item]
+        files_of, offsets, sizes = table.files, table.column("payload_offset"), table.column("payload_nbytes")
         records = []
         for number, items in items_of.items():
-            entry = self._entries[number] if number >= 0 else None
-            if entry is None or (entry.dtype is None) != (items[0].type == LoadItemType.BYTE_IO):
+            if number < 0 or (table.dtypes[number] is None) != (items[0].type == LoadItemType.BYTE_IO):
                 info = self._info(items[0])
                 raise CorruptCheckpointError(
                     "manifest and metadata disagree about this item",
                     file=files.shown(info.relative_path),
                     fqn=items[0].storage_index.fqn,
                 )
-            records.append(WantedRecord(entry.file, entry.payload_offset, entry.payload_nbytes, items, None, entry))
+            records.append(WantedRecord(files_of[number], offsets[number], sizes[number], items, None, table, number))
         return records
 
     def _wanted_by_place(self, plan: LoadPlan) -> list[WantedRecord]:
@@ -284,7 +285,7 @@ class StoreReader(StorageReader):
             by_place[place].append(item)
             infos[place] = info
         return [
-            WantedRecord(info.relative_path, info.offset, info.length, by_place[place], info, None)
+            WantedRecord(info.relative_path, info.offset, info.length, by_place[place], info, None, -1)
             for place, info in infos.items()
         ]
 

@@ -218,7 +218,7 @@ def plain_rows(chunk: StoredChunk, box: Box) -> Rows | None:
 def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether stored bytes are the target's own, as they are."""
     return (
-        target.device.type == "cpu"
+        target.is_cpu
         and target.dtype == dtype
         and target.is_contiguous()
         and not (target.is_conj() or target.is_neg())

@@ -77,12 +77,18 @@ def read_scalar(content: IO[bytes]) -> Any:
     """
     if not isinstance(content, io.BytesIO) or content.tell():
         raise NotAScalarError
-    record = content.getvalue()
-    pickled = record[_PICKLE_AT : _PICKLE_AT + int.from_bytes(record[_SIZE_AT : _SIZE_AT + 4], "little")]
-    value = _scalar(pickled)
+    return scalar_of(content.getvalue())
+
+
+def scalar_of(record: bytes) -> Any:
+    """The same of a record in memory."""
+    if not record.startswith(_HEAD) or len(record) < _PICKLE_AT:
+        raise NotAScalarError
     # A local header has its entry's checksum; what stands behind the pickle says the same once more.
-    checksum = int.from_bytes(record[_SIZE_AT - 4 : _SIZE_AT], "little")
-    if record[: _SIZE_AT - 4] != _FRAME[: _SIZE_AT - 4] or crc32(pickled) != checksum:
+    checksum, nbytes = _CHECKSUM_AND_SIZE.unpack_from(record, len(_HEAD))
+    pickled = record[_PICKLE_AT : _PICKLE_AT + nbytes]
+    value = _scalar(pickled)
+    if crc32(pickled) != checksum:
         raise NotAScalarError
     return value
 
@@ -90,21 +96,27 @@ def read_scalar(content: IO[bytes]) -> Any:
 _FRAME = frame_pickle(b"")
 _PICKLE_AT = _FRAME.index(b"PK\x01\x02")
 """Where the pickle starts: behind the local headers, which end where the directory of a record without one begins."""
-_SIZE_AT = _FRAME.index(b"PK\x03\x04", 1) + 18
+_HEAD = _FRAME[: _FRAME.index(b"PK\x03\x04", 1) + 14]
+"""All up to the checksum in the pickle's own header, behind which is its size."""
+_CHECKSUM_AND_SIZE = struct.Struct("<II")
+_FLOAT = struct.Struct(">3sdc")
 _CONSTANTS = {pickle.dumps(value, DEFAULT_PROTOCOL): value for value in (None, True, False)}
 _PROTOCOL = b"\x80" + bytes([DEFAULT_PROTOCOL])
+_FLOAT_BEGINS = _PROTOCOL + b"G"
 _UNSIGNED = {b"K": 1, b"M": 2}
 """Opcodes of small whole numbers, and how many bytes follow."""
 
 
 def _scalar(pickled: bytes) -> Any:
+    if len(pickled) == _FLOAT.size:  # most are
+        begin, number, end = _FLOAT.unpack(pickled)
+        if begin == _FLOAT_BEGINS and end == b".":
+            return number
     if pickled in _CONSTANTS:
         return _CONSTANTS[pickled]
     opcode, argument = pickled[2:3], pickled[3:-1]
     if pickled[:2] != _PROTOCOL or pickled[-1:] != b".":
         raise NotAScalarError
-    if opcode == b"G" and len(argument) == 8:
-        return struct.unpack(">d", argument)[0]
     if _UNSIGNED.get(opcode) == len(argument):
         return int.from_bytes(argument, "little")
     if opcode == b"J" and len(argument) == 4:

@@ -10,21 +10,34 @@ import functools
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ray_dcp.collector import collector_paused
 from ray_dcp.dcp_io.metadata_file import decode_python
+from ray_dcp.dcp_io.record_tasks import KeepsRecords, NamedBytes
 from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import UnsafeDataError
+from ray_dcp.planning.python_record import NotAScalarError, scalar_of
 from ray_dcp.planning.template import TemplatePlanner
 from ray_dcp.points import Point, reached
 from ray_dcp.progress import Progress
 from ray_dcp.protocol.counting import CountingPlanner
 from ray_dcp.wording import joined
+
+
+class _Kept(NamedTuple):
+    """A Python object that was read; ``content`` has none of its bytes taken."""
+
+    item: ReadItem
+    record: bytes
+    file: str
+
+    @property
+    def content(self) -> io.BytesIO:
+        return NamedBytes(self.record, self.file)
 
 
 class PythonValues:
@@ -40,7 +53,7 @@ class PythonValues:
         self._progress = progress
         self._trusted = trusted
         self._checkpoint_id = checkpoint_id
-        self._kept_back: list[tuple[ReadItem, io.BytesIO]] = []
+        self._kept_back: list[_Kept] = []
         self._puts: list[Callable[[], None]] = []
         self._read: set[int] = set()
         """Items of the local plan, by identity."""
@@ -67,12 +80,11 @@ class PythonValues:
         """Read ``plan``: fill its tensors, decode its Python values."""
         planner: Any = self._planner
         if isinstance(self._reader, StoreReader) or reads_parts(self._reader):
-            planner = _PythonValuesLater(planner, self._kept_back)
+            planner = _PythonValuesLater(planner, self._kept_back, self._checkpoint_id)
         if not isinstance(self._reader, StoreReader):
             planner = CountingPlanner(planner, self._progress)
-        with collector_paused():
-            self._reader.read_data(plan, planner).wait()
-            self._decode()
+        self._reader.read_data(plan, planner).wait()
+        self._decode()
 
     @property
     def has_any(self) -> bool:
@@ -87,24 +99,31 @@ class PythonValues:
 
     def _decode(self) -> None:
         unsafe: list[UnsafeDataError] = []
-        for item, content in self._kept_back:
+        for kept in self._kept_back:
             try:
                 if self._own_planner is not None:
-                    self.decoded[item.dest_index.fqn] = self._own_planner.decode_python(item, content)
+                    self.decoded[kept.item.dest_index.fqn] = _value_of(kept, self._own_planner)
                 else:
-                    self._puts.append(self._users_put(item, content))
+                    self._puts.append(self._users_put(kept))
             except UnsafeDataError as error:
                 unsafe.append(error)
         self._kept_back.clear()
         if unsafe:
             raise _all_of(unsafe)
 
-    def _users_put(self, item: ReadItem, content: io.BytesIO) -> Callable[[], None]:
+    def _users_put(self, kept: _Kept) -> Callable[[], None]:
         """What hands a user's planner a Python value; raises now where the value cannot or must not be decoded."""
         if not self._trusted:
-            file = getattr(content, "name", self._checkpoint_id)
-            decode_python(io.BytesIO(content.getvalue()), file=file, fqn=item.dest_index.fqn, trusted=False)
-        return functools.partial(self._planner.load_bytes, item, content)
+            decode_python(kept.content, file=kept.file, fqn=kept.item.dest_index.fqn, trusted=False)
+        return functools.partial(self._planner.load_bytes, kept.item, kept.content)
+
+
+def _value_of(kept: _Kept, planner: TemplatePlanner) -> Any:
+    """Most are numbers and strings, of which nothing but the record is needed."""
+    try:
+        return scalar_of(kept.record)
+    except NotAScalarError:
+        return planner.decode_python(kept.item, kept.content)
 
 
 def reads_parts(reader: StorageReader) -> bool:
@@ -122,15 +141,20 @@ def _all_of(unsafe: Sequence[UnsafeDataError]) -> UnsafeDataError:
     return error
 
 
-class _PythonValuesLater(LoadPlanner):
+class _PythonValuesLater(KeepsRecords):
     """The planner as the reader sees it: tensors go to the real one, Python values are kept for later."""
 
-    def __init__(self, planner: LoadPlanner, kept_back: list[tuple[ReadItem, io.BytesIO]]) -> None:
+    def __init__(self, planner: LoadPlanner, kept_back: list[_Kept], checkpoint_id: str) -> None:
         self._planner = planner
         self._kept_back = kept_back
+        self._checkpoint_id = checkpoint_id
+
+    def keep_record(self, item: ReadItem, record: bytes, file: str) -> None:
+        self._kept_back.append(_Kept(item, record, file))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self._kept_back.append((read_item, value))
+        file = getattr(value, "name", self._checkpoint_id)
+        self.keep_record(read_item, value.getvalue()[value.tell() :], file)
 
     def resolve_tensor(self, read_item: ReadItem) -> Any:
         return self._planner.resolve_tensor(read_item)

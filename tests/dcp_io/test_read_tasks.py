@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import threading
@@ -73,24 +74,27 @@ class TestReadRun:
         store.put("f", content)
         return CheckpointFiles(store, "memory://read-run")
 
-    def test_each_part_gets_its_own_bytes(self):
+    def test_the_bytes_of_all_parts_are_at_their_address(self):
         content = bytes(range(100))
         run = [Piece(10, 5), Piece(12, 0), Piece(12, 20), Piece(40, 1)]
         seen: list[bytes] = []
-        uses = [lambda piece: seen.append(bytes(piece))] * len(run)
-        assert read_run(self.files(content), run, uses, Lane()) == 31
-        assert seen == [content[p.offset : p.offset + p.nbytes] for p in run]
+
+        def use(held: memoryview, address: int) -> None:
+            seen.extend((bytes(held), ctypes.string_at(address, len(held))))
+
+        assert read_run(self.files(content), run, use, Lane()) == 31
+        assert seen == [content[10:41]] * 2
 
     def test_the_part_that_is_missing_is_named_and_not_the_first_of_the_run(self):
         run = [Piece(10, 5), Piece(20, 5), Piece(28, 5)]
         with pytest.raises(CorruptCheckpointError, match="ends too early") as caught:
-            read_run(self.files(bytes(30)), run, [lambda _: pytest.fail("not whole")] * 3, Lane())
+            read_run(self.files(bytes(30)), run, lambda held, address: pytest.fail("not whole"), Lane())
         assert (caught.value.fqn, caught.value.offset, caught.value.nbytes) == ("at 28", 28, 5)
 
     def test_a_length_that_no_memory_holds_is_damage_of_the_part_that_has_it(self):
         run = [Piece(10, 5), Piece(15, 1 << 61)]
         with pytest.raises(CorruptCheckpointError) as caught:
-            read_run(self.files(bytes(30)), run, [lambda _: None] * 2, Lane())
+            read_run(self.files(bytes(30)), run, lambda held, address: None, Lane())
         assert caught.value.fqn == "at 15"
 
     def test_a_lane_has_its_memory_on_the_host_whatever_the_default_device_is(self):
