@@ -6,11 +6,10 @@ import os
 import signal
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from tests.in_parallel import arrange
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local test cluster; else Ray writes a token into the home folder
 
@@ -18,20 +17,32 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local test cluster; else
 # When other programs fill the memory, killing these small actors would not help.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
+# The width of a terminal, which pytest-xdist hands to its processes: output is to be as in a pipe.
+os.environ.pop("COLUMNS", None)
+
 # A run that was started in the background may have it ignored, and so would the programs whose Ctrl-C is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(optionalhook=True)  # the second Python of CI is without it
+# CI's second Python is without pytest-xdist.
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of ``-n auto``, which is in `make test`: two more than there are CPUs, as those with a cluster mostly wait."""
+    """Of ``-n auto``, as in `make test`: two more than there are CPUs, as those with a cluster mostly wait."""
     return min(8, (os.cpu_count() or 1) + 2)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks at the marks in its own
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.in_parallel import ByGroup
+
+    return ByGroup(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        arrange(items)
+        from tests.in_parallel import longest_first
+
+        longest_first(items)
 
 
 def interleavings(*, new: int = 0) -> settings:

@@ -1,40 +1,67 @@
-"""Which tests of a run in several processes (`make test`, by pytest-xdist) go to the same one, and which go first.
+"""Which tests of a run in several processes (`pytest -n`, as in `make test`) go to the same one, and which go first.
 
-A file's tests stay together, as its fixtures want it. Those on the shared cluster are in few processes, as each of them
-has to start one; they wait more than they work, so the files without Ray keep the machine busy beside them.
+A file's tests stay together, as its fixtures want it. Files with tests on the shared cluster are in two groups, as each
+process has to start a cluster for its own; they wait more than they work, so files without Ray keep the machine busy
+beside them. pytest-xdist's own marks for groups do nothing with pytest 9.2.
 """
 
 from __future__ import annotations
 
-import pytest
+import functools
+import re
+from pathlib import Path
 
-# Each is a group: for its own processes the machine starts a cluster, so it is worth as much time as the others.
-ON_A_CLUSTER_OF_THEIR_OWN = ("tests/faults/test_points.py", "tests/faults/test_stalls.py")
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+ROOT = Path(__file__).parent.parent
+FAULTS = ("tests/faults/test_points.py", "tests/faults/test_stalls.py", "tests/test_pool.py")
+CLUSTERS_OF_THEIR_OWN = (
+    "tests/benchmarks/test_compare.py",
+    "tests/faults/test_elastic_runs.py",
+    "tests/faults/test_lost_nodes.py",
+    "tests/jobs/test_elastic_train.py",
+    "tests/test_readme.py",
+)
 # What takes longest of the rest comes first, lest one process works on it when all others have ended.
 LONG = (
     "tests/protocol/test_interleavings.py",
-    "tests/test_typing.py",
     "tests/faults/test_s3_faults.py",
     "tests/faults/test_store_faults.py",
+    "tests/interop/test_random_states.py",
     "tests/maintenance/test_convert.py",
-    "tests/protocol/test_user_plugins.py",
+    "tests/test_typing.py",
 )
-GROUPS = ("faults on the shared cluster", "the shared cluster", "clusters of their own", *LONG)
+ORDER = ("faults on the shared cluster", "the shared cluster", "clusters of their own", *LONG)
 
 
-def group_of(item: pytest.Item) -> str:
-    """Tests of one group run one after the other in one process."""
-    file = item.nodeid.partition("::")[0]
-    if item.get_closest_marker("ray") is None:
-        return file
-    if "ray_session" not in getattr(item, "fixturenames", ()):
+@functools.cache
+def _group_of_file(file: str) -> str:
+    if file in CLUSTERS_OF_THEIR_OWN:
         return "clusters of their own"
-    return "faults on the shared cluster" if file in ON_A_CLUSTER_OF_THEIR_OWN else "the shared cluster"
+    if file in FAULTS:
+        return "faults on the shared cluster"
+    return "the shared cluster" if re.search(r"pytest\.mark\.ray\b", (ROOT / file).read_text()) else file
 
 
-def arrange(items: list[pytest.Item]) -> None:
-    """Mark each test with its group, and put the groups that take longest first."""
-    order = {group: number for number, group in enumerate(GROUPS)}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    items.sort(key=lambda item: order.get(group_of(item), len(order)))
+def group_of(nodeid: str) -> str:
+    """Tests of one group run one after the other in one process."""
+    return _group_of_file(nodeid.partition("::")[0])
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Put the groups that take longest first."""
+    order = {group: number for number, group in enumerate(ORDER)}
+    items.sort(key=lambda item: order.get(group_of(item.nodeid), len(order)))
+
+
+class ByGroup(LoadScopeScheduling):
+    """Gives each process that has nothing left to do the next group."""
+
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)

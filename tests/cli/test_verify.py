@@ -40,7 +40,8 @@ def test_a_whole_checkpoint_is_said_to_be_whole(store, capsys):
     assert printed.err == "", "no progress bar where there is no terminal"
 
 
-def test_damage_is_a_table_and_a_code(store, capsys):
+def test_damage_is_a_table_and_a_code(store, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS")  # as in a pipe
     entry = next(entry for entry in entries_of(store) if entry.fqn == "model.w")
     with flipped(store, entry.file, entry.payload_offset + 3):
         assert main(["verify", store.url]) == 5

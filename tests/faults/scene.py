@@ -161,7 +161,7 @@ class Cast:
 
     def __init__(self, name: str, *, limits: Limits | None = None, actors: list[Any] | None = None) -> None:
         self.name = name
-        self.limits = limits or Limits()
+        self.limits = limits or Limits(coordinator_timeout_s=within(Limits().coordinator_timeout_s))
         self.actors = actors or [Rank.remote() for _ in range(2)]
         self.world_size = len(self.actors)
         self.spare = None if actors else Rank.remote()
