@@ -58,23 +58,23 @@ if TYPE_CHECKING:
     from ray_dcp import storage as storage
     from ray_dcp import train as train
     from ray_dcp.api import AsyncSaveResponse, LoadReport, async_save, load, save
-    from ray_dcp.catalog import CheckpointInfo
+    from ray_dcp.catalog.listing import CheckpointInfo
     from ray_dcp.cluster.current import current_group
     from ray_dcp.cluster.group import RankGroup
-    from ray_dcp.config import Limits
     from ray_dcp.data_position import DataPosition, LoaderPosition
-    from ray_dcp.dcp_io.store_reader import StoreReader
-    from ray_dcp.dcp_io.store_writer import StoreWriter
     from ray_dcp.manager import CheckpointManager
     from ray_dcp.planning.local_shards import LocalShards
     from ray_dcp.planning.per_rank import PerRank
     from ray_dcp.pool import RankPool
-    from ray_dcp.protocol.failures import CheckpointException, RankFailure
+    from ray_dcp.protocol.exception import CheckpointException, RankFailure
+    from ray_dcp.reads.reader import StoreReader
+    from ray_dcp.settings import Limits
     from ray_dcp.state.rng_state import RNGState
     from ray_dcp.state.train_state import TrainState
     from ray_dcp.state_dict_loader import load_state_dict as load_state_dict
     from ray_dcp.state_dict_saver import save_state_dict as save_state_dict
-    from ray_dcp.storage.s3_options import S3Options
+    from ray_dcp.store.bucket.s3_options import S3Options
+    from ray_dcp.write.writer import StoreWriter
 
 _HOME = {
     "save": "ray_dcp.api",
@@ -89,18 +89,18 @@ _HOME = {
     "RankGroup": "ray_dcp.cluster.group",
     "current_group": "ray_dcp.cluster.current",
     "RankPool": "ray_dcp.pool",
-    "Limits": "ray_dcp.config",
+    "Limits": "ray_dcp.settings",
     "CheckpointManager": "ray_dcp.manager",
-    "CheckpointInfo": "ray_dcp.catalog",
-    "CheckpointException": "ray_dcp.protocol.failures",
-    "RankFailure": "ray_dcp.protocol.failures",
+    "CheckpointInfo": "ray_dcp.catalog.listing",
+    "CheckpointException": "ray_dcp.protocol.exception",
+    "RankFailure": "ray_dcp.protocol.exception",
     "TrainState": "ray_dcp.state.train_state",
     "RNGState": "ray_dcp.state.rng_state",
     "DataPosition": "ray_dcp.data_position",
     "LoaderPosition": "ray_dcp.data_position",
-    "S3Options": "ray_dcp.storage.s3_options",
-    "StoreReader": "ray_dcp.dcp_io.store_reader",
-    "StoreWriter": "ray_dcp.dcp_io.store_writer",
+    "S3Options": "ray_dcp.store.bucket.s3_options",
+    "StoreReader": "ray_dcp.reads.reader",
+    "StoreWriter": "ray_dcp.write.writer",
 }
 
 __all__ = [

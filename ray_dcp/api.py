@@ -19,22 +19,20 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from ray_dcp.catalog import CheckpointInfo
+from ray_dcp.catalog.listing import CheckpointInfo
 from ray_dcp.cluster.current import current_group, process_group_ranks
 from ray_dcp.cluster.group import RankGroup
-from ray_dcp.collector import collector_paused
-from ray_dcp.config import DEFAULT_REPLICA_NBYTES, ReplicaCheck, replica_check_from, share_reads_from
-from ray_dcp.dcp_io.store_reader import StoreReader
-from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import ConfigError, NoCheckpointIdError, RayDcpError
-from ray_dcp.maintenance.after_save import SweepAfterSave
-from ray_dcp.planning.stored_names import NameChoice, Rename
-from ray_dcp.protocol.background import AsyncSaveResponse, BackgroundSaves
-from ray_dcp.protocol.call import Call, SoloCall, phase
-from ray_dcp.protocol.failures import CheckpointException, RankFailure
-from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner
-from ray_dcp.protocol.load import load as load_rank
-from ray_dcp.protocol.save import (
+from ray_dcp.gc_pause import collector_paused
+from ray_dcp.maintenance.sweep.after_save import SweepAfterSave
+from ray_dcp.planning.template.stored_names import NameChoice, Rename
+from ray_dcp.protocol.coordinator.small_sessions import FailedLoad, NewestContribution
+from ray_dcp.protocol.exception import CheckpointException, RankFailure
+from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
+from ray_dcp.protocol.rank.call import Call, SoloCall, phase
+from ray_dcp.protocol.rank.load import LoadReport, LoadRequest, default_load_planner
+from ray_dcp.protocol.rank.load import load as load_rank
+from ray_dcp.protocol.rank.save import (
     PlannedSave,
     SaveRequest,
     default_save_planner,
@@ -45,9 +43,11 @@ from ray_dcp.protocol.save import (
     when_staged,
     write_save,
 )
-from ray_dcp.protocol.sessions import FailedLoad, NewestContribution
-from ray_dcp.storage.place import absolute, foreign
-from ray_dcp.storage.urls import url_scheme
+from ray_dcp.reads.reader import StoreReader
+from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, ReplicaCheck, replica_check_from, share_reads_from
+from ray_dcp.store.location.place import absolute, foreign
+from ray_dcp.store.location.urls import url_scheme
+from ray_dcp.write.writer import StoreWriter
 
 CheckpointId = str | os.PathLike[str]
 P = ParamSpec("P")

@@ -35,7 +35,7 @@
     |   `-- UnfinishedSavesError (TimeoutError)  ranks were stopped in the middle of asynchronous saves
     `-- CheckpointException                      what every rank of a failed save or load sees
 
-``CheckpointException`` and ``UntoldSaveError`` are defined in ``ray_dcp.protocol.failures``: they are also torch's
+``CheckpointException`` and ``UntoldSaveError`` are defined in ``ray_dcp.protocol.exception``: they are also torch's
 ``CheckpointException``, and this module must not import torch. Facts are attributes; each error
 survives pickling, so it crosses Ray unchanged. ``exit_code`` is what the command line exits with.
 """

@@ -13,17 +13,17 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ray_dcp.api import AsyncSaveResponse, LoadReport, absolute, async_save, load, newest, preparing, save, tell_earlier
-from ray_dcp.catalog import CheckpointInfo, describe, find_step, latest_checkpoint, list_checkpoints
+from ray_dcp.catalog.listing import CheckpointInfo, describe, find_step, latest_checkpoint, list_checkpoints
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
-from ray_dcp.config import DEFAULT_REPLICA_NBYTES, replica_check_from
-from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, EarlierSaveError, RayDcpError
-from ray_dcp.layout import require_step, step_folder
-from ray_dcp.planning.stored_names import Rename
-from ray_dcp.protocol.failures import CheckpointException
-from ray_dcp.protocol.sessions import FailedLoad
-from ray_dcp.storage.urls import join_url
+from ray_dcp.format.names import require_step, step_folder
+from ray_dcp.planning.template.stored_names import Rename
+from ray_dcp.protocol.coordinator.small_sessions import FailedLoad
+from ray_dcp.protocol.exception import CheckpointException
+from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, replica_check_from
+from ray_dcp.store.location.urls import join_url
+from ray_dcp.write.writer import StoreWriter
 
 logger = logging.getLogger(__name__)
 

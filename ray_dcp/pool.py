@@ -29,7 +29,6 @@ from ray_dcp.cluster.coordinator_actor import end_coordinator, ensure_coordinato
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.link import connection_of_process
 from ray_dcp.cluster.process import before_actor_ends, require_own_connection
-from ray_dcp.config import Limits
 from ray_dcp.errors import (
     ConfigError,
     GroupError,
@@ -39,8 +38,9 @@ from ray_dcp.errors import (
     UnfinishedSavesError,
 )
 from ray_dcp.lifetime import before_exit
-from ray_dcp.protocol.background import Finished, end_saves
-from ray_dcp.protocol.failures import UntoldSaveError
+from ray_dcp.protocol.exception import UntoldSaveError
+from ray_dcp.protocol.rank.background import Finished, end_saves
+from ray_dcp.settings import Limits
 from ray_dcp.wording import first_line_of
 
 _PLACEMENT_TIMEOUT_S = 15.0

@@ -30,7 +30,7 @@ LONG = (
     "tests/faults/test_s3_faults.py",
     "tests/faults/test_store_faults.py",
     "tests/interop/test_random_states.py",
-    "tests/maintenance/test_convert.py",
+    "tests/convert/test_convert.py",
     "tests/test_typing.py",
 )
 ORDER = ("faults on the shared cluster", "the shared cluster", "clusters of their own", *LONG)

@@ -9,18 +9,18 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ray_dcp.api import absolute
-from ray_dcp.config import DEFAULT_REPLICA_CHECK, Limits, ReplicaCheck
-from ray_dcp.dcp_io.store_reader import StoreReader
-from ray_dcp.dcp_io.store_writer import StoreWriter
-from ray_dcp.planning.stored_names import NameChoice
-from ray_dcp.protocol.background import BackgroundSaves
-from ray_dcp.protocol.call import RemoteCall
-from ray_dcp.protocol.coordinator import Coordinator
-from ray_dcp.protocol.failures import RankFailure
-from ray_dcp.protocol.load import LoadReport, LoadRequest, default_load_planner, load
-from ray_dcp.protocol.membership import JoinRequest
-from ray_dcp.protocol.save import SaveRequest, default_save_planner, save
-from ray_dcp.protocol.wire import CallId
+from ray_dcp.planning.template.stored_names import NameChoice
+from ray_dcp.protocol.coordinator.coordinator import Coordinator
+from ray_dcp.protocol.coordinator.membership import JoinRequest
+from ray_dcp.protocol.exception import RankFailure
+from ray_dcp.protocol.messages import CallId
+from ray_dcp.protocol.rank.background import BackgroundSaves
+from ray_dcp.protocol.rank.call import RemoteCall
+from ray_dcp.protocol.rank.load import LoadReport, LoadRequest, default_load_planner, load
+from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, save
+from ray_dcp.reads.reader import StoreReader
+from ray_dcp.settings import DEFAULT_REPLICA_CHECK, Limits, ReplicaCheck
+from ray_dcp.write.writer import StoreWriter
 from tests.slack import within
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from ray_dcp.dcp_io.shared_segment import PREFIX
+from ray_dcp.reads.sharing.segment import PREFIX
 from tests.slack import within
 
 

@@ -11,7 +11,7 @@ import pytest
 import ray_dcp
 from ray_dcp import errors
 from ray_dcp.errors import RayDcpError
-from ray_dcp.protocol.failures import CheckpointException, RankFailure, UntoldSaveError
+from ray_dcp.protocol.exception import CheckpointException, RankFailure, UntoldSaveError
 
 DEAD = RankFailure(3, "write", "RankLostError", "its process died", "")
 EXAMPLES = [

@@ -11,11 +11,11 @@ import torch
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards, PerRank
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, FormatVersionError, StateDictError
-from ray_dcp.layout import MANIFEST, METADATA, step_folder
+from ray_dcp.format.manifest import FORMAT_VERSION, Manifest, decode_manifest, encode_manifest, metadata_digest
+from ray_dcp.format.names import MANIFEST, METADATA, step_folder
 from ray_dcp.manager import is_damage
-from ray_dcp.manifest import FORMAT_VERSION, Manifest, decode_manifest, encode_manifest, metadata_digest
-from ray_dcp.protocol.background import BackgroundSaves
-from ray_dcp.protocol.failures import RankFailure
+from ray_dcp.protocol.exception import RankFailure
+from ray_dcp.protocol.rank.background import BackgroundSaves
 from tests.ranks import ThreadRanks, require_no_errors
 
 

@@ -80,16 +80,16 @@ def test_a_save_and_a_sweep_under_way_are_finished_when_the_process_ends_and_not
     left.write_bytes(b"of a run long ago")
     os.utime(left, (1.0, 1.0))
     script = """
-        from ray_dcp.maintenance import sweep
+        from ray_dcp.maintenance.sweep import removal
 
-        list_own_folders = sweep.list_own_folders
+        list_own_folders = removal.list_own_folders
 
         def slowly(store):
             while threading.main_thread().is_alive() and not ENDS.is_set():
                 time.sleep(0.01)
             return list_own_folders(store)
 
-        sweep.list_own_folders = slowly
+        removal.list_own_folders = slowly
         dcp.save({"w": torch.ones(4)}, checkpoint_id=f"{ROOT}/step-00000001", no_dist=True)
         dcp.async_save({"w": torch.full((4,), 2.0)}, storage_writer=AtTheEnd(f"{ROOT}/step-00000002"), no_dist=True)
         threading._register_atexit(ENDS.set)
@@ -121,7 +121,7 @@ def test_a_failure_that_nobody_saw_is_printed_with_its_cause_when_the_process_en
 def test_a_fork_saves_and_loads_by_itself_and_waits_for_nothing_of_its_parent(tmp_path):
     script = """
         import gc, multiprocessing
-        from ray_dcp.collector import collector_paused
+        from ray_dcp.gc_pause import collector_paused
         from ray_dcp.errors import ForkedProcessError
 
         fork = multiprocessing.get_context("fork")

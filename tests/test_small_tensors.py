@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
-from ray_dcp.catalog import describe
-from ray_dcp.maintenance.verify import plan_verify, verify_checkpoint
-from ray_dcp.manifest import decode_manifest
-from ray_dcp.zip_record import SmallFrame
+from ray_dcp.catalog.listing import describe
+from ray_dcp.format.manifest import decode_manifest
+from ray_dcp.format.zip_record import SmallFrame
+from ray_dcp.maintenance.verify.verification import plan_verify, verify_checkpoint
 from tests.shardings import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

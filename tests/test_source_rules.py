@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import ray_dcp.layout
+import ray_dcp.errors
 
-PACKAGE = Path(ray_dcp.layout.__file__).parent
+PACKAGE = Path(ray_dcp.errors.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 450
 DRAWERS = {"utils", "util", "helpers", "helper", "common", "core", "misc", "types"}
@@ -15,7 +15,7 @@ each_source = pytest.mark.parametrize("source", SOURCES, ids=[str(source.relativ
 
 
 def test_there_are_sources():
-    assert PACKAGE / "layout.py" in SOURCES
+    assert PACKAGE / "errors.py" in SOURCES
 
 
 @each_source

@@ -1,8 +1,8 @@
 """A list in a message shows its first entries and counts the rest."""
 
 from ray_dcp.errors import JoinTimeoutError, RankLostError, StateDictError
-from ray_dcp.protocol.failures import CheckpointException, RankFailure
-from ray_dcp.protocol.load import LoadReport
+from ray_dcp.protocol.exception import CheckpointException, RankFailure
+from ray_dcp.protocol.rank.load import LoadReport
 from ray_dcp.wording import cut, first_line_of, first_lines, joined, number_runs, ranks_text
 
 NAMES = [f"model.layers.{number}.weight" for number in range(5000)]

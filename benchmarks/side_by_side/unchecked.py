@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ray_dcp import checksums
+from ray_dcp.format import checksums
 
 
 def _no_crc(content: checksums.Bytes, crc: int = 0) -> int:
@@ -37,7 +37,7 @@ def checksums_off() -> Iterator[None]:
 
 
 def _put_in_place(new_of_old: Mapping[Any, Any]) -> None:
-    """In every module, since ``from ray_dcp.checksums import crc32`` leaves a name of its own behind."""
+    """In every module, since ``from ray_dcp.format.checksums import crc32`` leaves a name of its own behind."""
     new_of_id = {id(old): new for old, new in new_of_old.items()}
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "ray_dcp"]:
         for name, value in list(vars(module).items()):

@@ -32,8 +32,8 @@ class _Executioner:
 
     def kill_while_saving(self, root: str, folder: str) -> None:
         """Wait until shard files of a checkpoint appear, then kill."""
-        from ray_dcp.layout import METADATA, parse_shard_file
-        from ray_dcp.storage.open import open_store
+        from ray_dcp.format.names import METADATA, parse_shard_file
+        from ray_dcp.store.open import open_store
 
         store = open_store(root)
         while True:

@@ -19,7 +19,7 @@ from elastic.picture import Picture
 from elastic.record import Comparison, RunRecord
 from elastic.story import Act, Kill, Story
 from elastic.training import Lesson, train_and_checkpoint
-from ray_dcp.storage.urls import join_url
+from ray_dcp.store.location.urls import join_url
 from ray_dcp.train import CheckpointCallback, checkpoint_id_of
 
 _LOOK_EVERY_S = 0.05

@@ -12,7 +12,7 @@ from elastic.board import WorkerStarted
 from elastic.executioner import Executioner
 from elastic.local_nodes import LocalNodes
 from elastic.record import RunRecord
-from ray_dcp.layout import step_folder
+from ray_dcp.format.names import step_folder
 
 _SETTLED_AFTER_STEPS = 3
 

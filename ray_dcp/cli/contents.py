@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_dcp.catalog import CheckpointInfo, describe, is_safetensors, open_manifest, resolve_checkpoint_id
+from ray_dcp.catalog.listing import CheckpointInfo, describe, is_safetensors, open_manifest, resolve_checkpoint_id
 from ray_dcp.errors import CheckpointNotFoundError
-from ray_dcp.layout import METADATA, rank_of_shard_file
-from ray_dcp.manifest import DifferingReplicas, Entry, Manifest, decode_manifest, dtype_name
-from ray_dcp.storage.open import open_store
-from ray_dcp.storage.store import Store
-from ray_dcp.storage.urls import join_url
+from ray_dcp.format.manifest import DifferingReplicas, Entry, Manifest, decode_manifest, dtype_name
+from ray_dcp.format.names import METADATA, rank_of_shard_file
+from ray_dcp.store.location.urls import join_url
+from ray_dcp.store.open import open_store
+from ray_dcp.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _tensor(fqn: str, chunks: Sequence[Entry]) -> StoredTensor:
 
 def _from_metadata(info: CheckpointInfo, store: Store) -> CheckpointContents:
     # Only here is torch needed, and it takes seconds to import: the command line starts without it.
-    metadata_file = importlib.import_module("ray_dcp.dcp_io.metadata_file")
+    metadata_file = importlib.import_module("ray_dcp.format.metadata_file")
     metadata = metadata_file.decode_metadata(store.get(METADATA), file=join_url(store.url, METADATA))
     stored: dict[str, list[Any]] = defaultdict(list)
     for index, place in (metadata.storage_data or {}).items():
@@ -131,7 +131,7 @@ def _from_metadata(info: CheckpointInfo, store: Store) -> CheckpointContents:
 
 def _from_safetensors(checkpoint_id: str) -> CheckpointContents:
     """Raises ``CheckpointNotFoundError`` where there are none, too."""
-    opened = importlib.import_module("ray_dcp.dcp_io.opened").open_checkpoint(checkpoint_id)  # needs torch, as above
+    opened = importlib.import_module("ray_dcp.reads.checkpoint").open_checkpoint(checkpoint_id)  # needs torch, as above
     manifest = decode_manifest(opened.manifest, file=opened.checkpoint_id)
     info = CheckpointInfo(None, opened.checkpoint_id, manifest.nbytes, None, manifest.created)
     found = _from_manifest(info, manifest)

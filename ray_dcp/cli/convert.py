@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.progress_bar import progress_bar
-from ray_dcp.storage.urls import shown_url
+from ray_dcp.store.location.urls import shown_url
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 ConvertPlan: TypeAlias = Any
 ConvertReport: TypeAlias = Any
-"""Of ``ray_dcp.maintenance.convert_plan`` and ``convert``, which import torch."""
+"""Of ``ray_dcp.convert.conversion_plan`` and ``convert``, which import torch."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -97,7 +97,7 @@ def convert_source(arguments: argparse.Namespace) -> int:
     from ray_dcp.cli import output
 
     # Both need torch, which takes seconds to import: the command line starts without it.
-    plans = importlib.import_module("ray_dcp.maintenance.convert_plan")
+    plans = importlib.import_module("ray_dcp.convert.conversion_plan")
     options = plans.ConvertOptions(
         to=arguments.to,
         include=arguments.include,
@@ -114,7 +114,7 @@ def convert_source(arguments: argparse.Namespace) -> int:
     report = None
     if not arguments.dry_run:
         with progress_bar("convert", plan.nbytes) as on_progress:
-            report = importlib.import_module("ray_dcp.maintenance.convert").convert(plan, on_progress)
+            report = importlib.import_module("ray_dcp.convert.conversion").convert(plan, on_progress)
     if arguments.json:
         output.print_json(_conversion(plan, report))
     elif report is not None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.progress_bar import progress_bar
-from ray_dcp.maintenance.copy import CopyReport, copy_checkpoint, plan_copy
-from ray_dcp.storage.place import absolute
-from ray_dcp.storage.urls import shown_url
+from ray_dcp.maintenance.checkpoint_copy import CopyReport, copy_checkpoint, plan_copy
+from ray_dcp.store.location.place import absolute
+from ray_dcp.store.location.urls import shown_url
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_dcp.catalog import (
+from ray_dcp.catalog.listing import (
     CheckpointInfo,
     UncommittedFolder,
     is_committed,
@@ -21,10 +21,10 @@ from ray_dcp.catalog import (
     what_is_there,
 )
 from ray_dcp.cli.exit_codes import EXIT_CODES
-from ray_dcp.storage.open import open_store
-from ray_dcp.storage.place import absolute
-from ray_dcp.storage.store import Store
-from ray_dcp.storage.urls import folder_name, shown_url
+from ray_dcp.store.location.place import absolute
+from ray_dcp.store.location.urls import folder_name, shown_url
+from ray_dcp.store.open import open_store
+from ray_dcp.store.store import Store
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -8,13 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_dcp.catalog import is_committed, require_folder, root_exists
+from ray_dcp.catalog.listing import is_committed, require_folder, root_exists
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, StoreError
-from ray_dcp.maintenance.sweep import GRACE_S, Leftover, SweepPlan, SweepReport, Waiting, delete_leftovers, plan_sweep
-from ray_dcp.storage.open import open_store
-from ray_dcp.storage.place import absolute
-from ray_dcp.storage.urls import shown_url
+from ray_dcp.maintenance.sweep.removal import (
+    GRACE_S,
+    Leftover,
+    SweepPlan,
+    SweepReport,
+    Waiting,
+    delete_leftovers,
+    plan_sweep,
+)
+from ray_dcp.store.location.place import absolute
+from ray_dcp.store.location.urls import shown_url
+from ray_dcp.store.open import open_store
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

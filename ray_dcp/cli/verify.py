@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_dcp.catalog import is_committed, list_checkpoints, require_folder, what_is_there
+from ray_dcp.catalog.listing import is_committed, list_checkpoints, require_folder, what_is_there
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.progress_bar import progress_bar
 from ray_dcp.errors import (
@@ -17,10 +17,10 @@ from ray_dcp.errors import (
     CorruptCheckpointError,
     FormatVersionError,
 )
-from ray_dcp.maintenance.verify import Unchecked, VerifyReport, plan_verify, verify_checkpoint
-from ray_dcp.storage.open import open_store
-from ray_dcp.storage.place import absolute
-from ray_dcp.storage.urls import folder_name, join_url, shown_url
+from ray_dcp.maintenance.verify.verification import Unchecked, VerifyReport, plan_verify, verify_checkpoint
+from ray_dcp.store.location.place import absolute
+from ray_dcp.store.location.urls import folder_name, join_url, shown_url
+from ray_dcp.store.open import open_store
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -24,11 +24,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_dcp.cluster.group_record import GroupRecord, forget_record, read_record, write_record
 from ray_dcp.cluster.process import process_name_of
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
-from ray_dcp.maintenance.after_save import SweepAfterSave
-from ray_dcp.protocol.coordinator import CHECK_INTERVAL_S, Coordinator, CoordinatorRecord
-from ray_dcp.protocol.failures import RankFailure
-from ray_dcp.protocol.membership import JoinRequest
-from ray_dcp.protocol.wire import CallId
+from ray_dcp.maintenance.sweep.after_save import SweepAfterSave
+from ray_dcp.protocol.coordinator.coordinator import CHECK_INTERVAL_S, Coordinator, CoordinatorRecord
+from ray_dcp.protocol.coordinator.membership import JoinRequest
+from ray_dcp.protocol.exception import RankFailure
+from ray_dcp.protocol.messages import CallId
 from ray_dcp.wording import first_line_of
 
 NAMESPACE = "ray_dcp"

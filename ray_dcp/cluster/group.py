@@ -18,12 +18,12 @@ from ray_dcp.cluster.coordinator_actor import ensure_coordinator
 from ray_dcp.cluster.link import CallLink, CoordinatorLink
 from ray_dcp.cluster.process import before_actor_ends, process_name, require_own_connection
 from ray_dcp.cluster.pulse import Pulse
-from ray_dcp.config import Limits
 from ray_dcp.errors import ConfigError, CoordinatorLostError, GroupError
-from ray_dcp.protocol.background import BackgroundSaves, finish_and_tell
-from ray_dcp.protocol.call import RemoteCall, phase
-from ray_dcp.protocol.membership import JoinRequest
-from ray_dcp.protocol.wire import CallId
+from ray_dcp.protocol.coordinator.membership import JoinRequest
+from ray_dcp.protocol.messages import CallId
+from ray_dcp.protocol.rank.background import BackgroundSaves, finish_and_tell
+from ray_dcp.protocol.rank.call import RemoteCall, phase
+from ray_dcp.settings import Limits
 
 _LEAVE_AGAIN_S = 0.2
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from ray_dcp.protocol.coordinator import CoordinatorRecord
+from ray_dcp.protocol.coordinator.coordinator import CoordinatorRecord
 
 logger = logging.getLogger(__name__)
 

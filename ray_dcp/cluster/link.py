@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from ray_dcp.config import Limits
 from ray_dcp.errors import CoordinatorLostError, GroupError
-from ray_dcp.protocol.failures import RankFailure
-from ray_dcp.protocol.wire import CallId
+from ray_dcp.protocol.exception import RankFailure
+from ray_dcp.protocol.messages import CallId
+from ray_dcp.settings import Limits
 from ray_dcp.wording import first_line_of
 
 _LOOK_EVERY_S = 1.0

@@ -17,9 +17,9 @@ import ray
 from ray.exceptions import RayError
 
 from ray_dcp.cluster.link import CoordinatorLink
-from ray_dcp.protocol.call import RemoteCall
-from ray_dcp.protocol.failures import CheckpointException
-from ray_dcp.protocol.wire import CallId
+from ray_dcp.protocol.exception import CheckpointException
+from ray_dcp.protocol.messages import CallId
+from ray_dcp.protocol.rank.call import RemoteCall
 
 logger = logging.getLogger(__name__)
 

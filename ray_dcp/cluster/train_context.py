@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_dcp.errors import ConfigError
-from ray_dcp.storage.urls import BUCKETS, BucketUrl, join_url, url_scheme
+from ray_dcp.store.location.urls import BUCKETS, BucketUrl, join_url, url_scheme
 
 _CONTEXT_MODULE = "ray.train.v2._internal.execution.context"
 

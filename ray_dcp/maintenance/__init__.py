@@ -1,0 +1,1 @@
+"""Work on stored checkpoints without ranks, Ray or torch: verify, sweep, copy."""

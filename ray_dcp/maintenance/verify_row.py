@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ray_dcp.checksums import crc32
-from ray_dcp.layout import PAYLOAD_ALIGNMENT
-from ray_dcp.maintenance.verify_items import Fault, Item
-from ray_dcp.maintenance.verify_zip import find_differing, find_zip_problems
-from ray_dcp.zip_record import (
+from ray_dcp.format.checksums import crc32
+from ray_dcp.format.names import PAYLOAD_ALIGNMENT
+from ray_dcp.format.zip_record import (
     PAYLOAD,
     Directory,
     DirectoryEntry,
@@ -22,6 +20,8 @@ from ray_dcp.zip_record import (
     placed_entry,
     read_directory,
 )
+from ray_dcp.maintenance.verify.findings import Fault, Item
+from ray_dcp.maintenance.verify.zip_check import find_differing, find_zip_problems
 
 
 def inspect_following(item: Item, read: Callable[[int, int], bytes]) -> tuple[list[Fault], RecordEntry | None]:

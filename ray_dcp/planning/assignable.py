@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ray_dcp.planning.flat import Path
+from ray_dcp.planning.values.flat import Path
 
 _PLAIN = frozenset((dict, OrderedDict, defaultdict, list))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.assignable import assign_problem
-from ray_dcp.planning.flat import LEAVES
+from ray_dcp.planning.values.flat import LEAVES
 
 _NAME = re.compile(r"(?P<fqn>.+)\.__rank_(?P<rank>\d+)__")
 

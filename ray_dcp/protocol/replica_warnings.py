@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ray_dcp.errors import without_keys
-from ray_dcp.manifest import DifferingReplicas
+from ray_dcp.format.manifest import DifferingReplicas
 from ray_dcp.wording import MAX_LISTED, first_lines
 
 logger = logging.getLogger("ray_dcp")

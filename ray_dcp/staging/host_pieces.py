@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ray_dcp.layout import BLOCK_NBYTES
+from ray_dcp.format.names import BLOCK_NBYTES
 
 _DEVICE_PIECE_NBYTES = 8 * BLOCK_NBYTES
 _MAX_COPIED_NBYTES = 1 << 15

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 from torch.optim import Optimizer
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.template_hook import Saved, saved_below
+from ray_dcp.planning.template.template_hook import Saved, saved_below
 from ray_dcp.state.blanks import nested_blanks, plain_blank
 from ray_dcp.state.param_groups import SavedGroup, matched_groups, saved_groups, stored_groups, with_settings
 

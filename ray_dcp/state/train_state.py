@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ray_dcp.errors import ConfigError, StateDictError
-from ray_dcp.planning.collect import is_stateful
-from ray_dcp.planning.template_hook import Saved, saved_below, template_of_saved
+from ray_dcp.planning.template.template_hook import Saved, saved_below, template_of_saved
+from ray_dcp.planning.values.collect import is_stateful
 from ray_dcp.state.blanks import nested_blanks
 from ray_dcp.state.model_names import live_values, name_cleaner, parameter_names, same_memory
 from ray_dcp.state.optimizer_state import LoadedOptimizer, Names, OptimizerState

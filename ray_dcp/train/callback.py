@@ -15,8 +15,8 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 
 from ray_dcp.cluster.coordinator_actor import NAMESPACE, end_coordinator, ensure_coordinator
 from ray_dcp.cluster.train_context import train_group_name
-from ray_dcp.config import require_seconds
 from ray_dcp.errors import ConfigError
+from ray_dcp.settings import require_seconds
 from ray_dcp.train.controller import ControllerAccess
 from ray_dcp.train.early_look import ActorWatch, tell_of_own_failure
 from ray_dcp.train.hand_over import finish_saves

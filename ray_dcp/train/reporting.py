@@ -12,13 +12,13 @@ from pyarrow.fs import FileSystem, FileType
 
 from ray_dcp.cluster.train_context import experiment_root
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError
-from ray_dcp.layout import METADATA, POINTER, decode_pointer, encode_pointer
-from ray_dcp.storage.open import open_store
-from ray_dcp.storage.place import absolute
-from ray_dcp.storage.urls import name_below, url_scheme
+from ray_dcp.format.names import METADATA, POINTER, decode_pointer, encode_pointer
+from ray_dcp.store.location.place import absolute
+from ray_dcp.store.location.urls import name_below, url_scheme
+from ray_dcp.store.open import open_store
 
 if TYPE_CHECKING:
-    from ray_dcp.catalog import CheckpointInfo
+    from ray_dcp.catalog.listing import CheckpointInfo
 
 
 def report(metrics: Mapping[str, Any], checkpoint: CheckpointInfo | str | None = None) -> None:

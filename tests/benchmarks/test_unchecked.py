@@ -10,10 +10,10 @@ import torch
 from isal import isal_zlib
 
 import ray_dcp
-from ray_dcp import checksums
-from ray_dcp.layout import BLOCK_NBYTES, MANIFEST
-from ray_dcp.manifest import decode_manifest
-from ray_dcp.protocol.failures import CheckpointException
+from ray_dcp.format import checksums
+from ray_dcp.format.manifest import decode_manifest
+from ray_dcp.format.names import BLOCK_NBYTES, MANIFEST
+from ray_dcp.protocol.exception import CheckpointException
 
 STATE = {"weight": torch.arange(BLOCK_NBYTES, dtype=torch.float32), "step": 7}
 PAYLOAD_NBYTES = 4 * BLOCK_NBYTES

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from ray_dcp.cli.main import main
-from ray_dcp.storage.open import open_store
+from ray_dcp.store.open import open_store
 from tests.maintenance.damage import entries_of, flipped, save_ours, shard_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

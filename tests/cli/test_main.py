@@ -8,7 +8,7 @@ import pytest
 
 from ray_dcp.cli.main import main
 from ray_dcp.version import __version__
-from tests.test_catalog import commit
+from tests.catalog.test_listing import commit
 
 COMMAND = [sys.executable, "-c", "import sys; from ray_dcp.cli.main import main; sys.exit(main())"]
 

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from ray_dcp.cli.main import main
-from ray_dcp.storage.open import open_store
-from tests.test_catalog import commit
+from ray_dcp.store.open import open_store
+from tests.catalog.test_listing import commit
 
 OLD = "0000000000000001deadbeef"
 

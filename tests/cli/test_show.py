@@ -5,10 +5,10 @@ import json
 import pytest
 
 from ray_dcp.cli.main import main
-from ray_dcp.layout import MANIFEST, METADATA, POINTER
-from ray_dcp.manifest import FORMAT_VERSION, Entry, Manifest, encode_manifest, metadata_digest
-from ray_dcp.storage.open import open_store
-from tests.test_catalog import commit
+from ray_dcp.format.manifest import FORMAT_VERSION, Entry, Manifest, encode_manifest, metadata_digest
+from ray_dcp.format.names import MANIFEST, METADATA, POINTER
+from ray_dcp.store.open import open_store
+from tests.catalog.test_listing import commit
 
 ENTRIES = [
     Entry("model.weight", (0, 0), (2, 8), "bfloat16", "__0_0_ab.distcp", 0, 400, 64, 32, (1,), 0),

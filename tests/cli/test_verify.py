@@ -9,10 +9,10 @@ import torch
 
 from ray_dcp.cli.main import main
 from ray_dcp.cli.progress_bar import progress_bar
-from ray_dcp.layout import METADATA, step_folder
-from ray_dcp.storage.open import open_store
+from ray_dcp.format.names import METADATA, step_folder
+from ray_dcp.store.open import open_store
 from tests.maintenance.damage import changed, entries_of, flipped, records_of, save_ours, save_torchs, shard_of
-from tests.storage.failing import Faults
+from tests.store.failing import Faults
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -174,12 +174,12 @@ def test_an_interrupt_while_it_reads_is_quiet(store):
     script = """if True:
         import os, signal, sys, time
         from ray_dcp.cli.main import main
-        from ray_dcp.maintenance import verify_pieces
+        from ray_dcp.maintenance.verify import pieces
         def interrupted(*arguments):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)
             raise OSError("and nobody waits for this")
-        verify_pieces.get_into = interrupted
+        pieces.get_into = interrupted
         sys.exit(main())
     """
     done = subprocess.run(

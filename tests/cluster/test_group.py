@@ -14,8 +14,8 @@ from ray.exceptions import ActorUnavailableError
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
-from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import GroupError, JoinTimeoutError, OutOfStepError, RankConflictError, StaleGenerationError
+from ray_dcp.write.writer import StoreWriter
 from tests.actors import RankActor, SharedRanks
 from tests.slack import within
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_exception_crosses_ray_with_its_facts(ranks, tmp_path):
 
 def async_failure(rank, world_size, place):
     """Rank 1's background write fails; nobody awaits it."""
-    from ray_dcp.dcp_io.store_writer import StoreWriter
+    from ray_dcp.write.writer import StoreWriter
 
     class Broken(StoreWriter):
         def write_data(self, plan, planner):

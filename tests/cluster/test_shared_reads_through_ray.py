@@ -11,7 +11,7 @@ import ray
 import torch
 
 import ray_dcp as dcp
-from ray_dcp.dcp_io.record_reads import RecordReads
+from ray_dcp.reads.record_reads import RecordReads
 from tests.shared_memory import require_none_left
 from tests.slack import within
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 import ray_dcp as dcp
-from ray_dcp import LocalShards, PerRank, RankPool, points
+from ray_dcp import LocalShards, PerRank, RankPool, trace_points
 from ray_dcp.errors import RankLostError
-from ray_dcp.points import Point
+from ray_dcp.trace_points import Point
 
 ROWS, COLUMNS = 7, 64
 """Columns fill whole vector registers: each element is computed alike however the rows are split, to the last bit."""
@@ -179,7 +179,7 @@ class Rank:
         self._learner = Learner(group.rank, group.world_size)
         self._is_full = group.world_size == story.full_size
         self._resumed_at = 0
-        points._observer = self._observe  # to the end of this process
+        trace_points._observer = self._observe  # to the end of this process
 
     def resume(self) -> None:
         self._note("formed")

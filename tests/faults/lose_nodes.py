@@ -48,7 +48,7 @@ _NODE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 def lose_nodes(cluster, titles: list[str], root: Path) -> None:
     import ray
 
-    from ray_dcp.points import Point
+    from ray_dcp.trace_points import Point
 
     ray.init(address=cluster.address, log_to_driver=False)
     nodes = [cluster.add_node(num_cpus=1, resources={f"node{number}": 1}, **_NODE) for number in (0, 1)]
@@ -104,7 +104,7 @@ def lose_one(cast, point, pids: tuple[int, int], how: int, other: Path, place: P
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-    from ray_dcp.points import Point
+    from ray_dcp.trace_points import Point
     from tests.faults.scene import Cast, Rank, load_at, save_at, value_at
 
     class PinnedCast(Cast):

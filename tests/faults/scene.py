@@ -15,11 +15,11 @@ import ray
 import torch
 
 import ray_dcp as dcp
-from ray_dcp import CheckpointException, LocalShards, points
-from ray_dcp.config import Limits
-from ray_dcp.layout import parse_shard_file
-from ray_dcp.manifest import decode_manifest
-from ray_dcp.points import Point
+from ray_dcp import CheckpointException, LocalShards, trace_points
+from ray_dcp.format.manifest import decode_manifest
+from ray_dcp.format.names import parse_shard_file
+from ray_dcp.settings import Limits
+from ray_dcp.trace_points import Point
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.slack import within
 
@@ -59,11 +59,11 @@ def arm(title: str, action: Callable[[], None], stamp: str) -> None:
 
     def observe(point: Point) -> None:
         if point.title == title:
-            points._observer = None
+            trace_points._observer = None
             Path(stamp).write_text(repr(time.monotonic()))
             action()
 
-    points._observer = observe
+    trace_points._observer = observe
 
 
 def misbehave(kind: str, pid: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_dcp.catalog import list_checkpoints
+from ray_dcp.catalog.listing import list_checkpoints
 from tests.faults import elastic_runs
 from tests.faults.elastic_runs import LOSSES, NUM_STEPS, SAVE_EVERY, Learner
 from tests.ranks import ThreadRanks, require_no_errors

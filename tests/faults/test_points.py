@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ray_dcp import CheckpointException
-from ray_dcp.layout import parse_shard_file
-from ray_dcp.points import Point
+from ray_dcp.format.names import parse_shard_file
+from ray_dcp.trace_points import Point
 from tests.faults.scene import AT_COORDINATOR, Cast, load_at, save_at, value_at, wait_until
 from tests.faults.survival import DEAD_PROCESS_S, RAISED_S
 from tests.shared_memory import require_none_left

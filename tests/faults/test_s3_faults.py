@@ -14,14 +14,14 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
-from ray_dcp.catalog import list_checkpoints
-from ray_dcp.layout import METADATA
-from ray_dcp.storage.open import open_store
+from ray_dcp.catalog.listing import list_checkpoints
+from ray_dcp.format.names import METADATA
+from ray_dcp.store.open import open_store
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.slack import within
-from tests.storage.conftest import proxy, s3_url, seaweed  # noqa: F401
-from tests.storage.flaky_proxy import FlakyProxy
-from tests.storage.seaweed import find_weed, start_seaweed
+from tests.store.conftest import proxy, s3_url, seaweed  # noqa: F401
+from tests.store.flaky_proxy import FlakyProxy
+from tests.store.seaweed import find_weed, start_seaweed
 
 OLDER, STEP = "step-00000001", "step-00000002"
 WIDTH = 1000

@@ -10,12 +10,12 @@ import time
 import pytest
 import ray
 
-from ray_dcp import CheckpointException, points
-from ray_dcp.config import Limits
+from ray_dcp import CheckpointException, trace_points
 from ray_dcp.errors import RankAbsentError, StaleGenerationError, StalledError, SupersededError
-from ray_dcp.points import Point
-from ray_dcp.protocol.coordinator import CHECK_INTERVAL_S, Coordinator
-from ray_dcp.protocol.failures import COORDINATOR
+from ray_dcp.protocol.coordinator.coordinator import CHECK_INTERVAL_S, Coordinator
+from ray_dcp.protocol.exception import COORDINATOR
+from ray_dcp.settings import Limits
+from ray_dcp.trace_points import Point
 from tests.faults.scene import AT_COORDINATOR, Cast, load_at, save_at, state_of, template_of, value_at
 from tests.faults.test_points import LOAD_POINTS, SAVE_POINTS, by_title
 from tests.ranks import ThreadRanks, require_no_errors
@@ -71,7 +71,7 @@ def run_with(standstill: Standstill, ranks: ThreadRanks, now: list[float], on_ra
     clock = threading.Thread(target=pass_time)
     clock.start()
     try:
-        with points.observed_by(standstill):
+        with trace_points.observed_by(standstill):
             return ranks.run(numbered)
     finally:
         clock.join()

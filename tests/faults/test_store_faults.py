@@ -16,14 +16,14 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards, PerRank
-from ray_dcp.catalog import latest_checkpoint, list_checkpoints
+from ray_dcp.catalog.listing import latest_checkpoint, list_checkpoints
 from ray_dcp.errors import StoreError, SupersededError
-from ray_dcp.layout import METADATA, shard_files_named_in
-from ray_dcp.maintenance.sweep import delete_leftovers, plan_sweep
-from ray_dcp.storage.local import LocalStore
-from ray_dcp.storage.open import open_store
+from ray_dcp.format.names import METADATA, shard_files_named_in
+from ray_dcp.maintenance.sweep.removal import delete_leftovers, plan_sweep
+from ray_dcp.store.local import LocalStore
+from ray_dcp.store.open import open_store
 from tests.ranks import ThreadRanks, require_no_errors
-from tests.storage.failing import Faults
+from tests.store.failing import Faults
 
 OLDER, STEP = "step-00000001", "step-00000002"
 WRITES = ("put", "open", "write", "close")

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ray_dcp as dcp
-from ray_dcp.dcp_io.metadata_file import encode_metadata
-from ray_dcp.planning.python_record import python_record
+from ray_dcp.format.metadata_file import encode_metadata
+from ray_dcp.planning.values.python_record import python_record
 
 
 class Color(enum.Enum):

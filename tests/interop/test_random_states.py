@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_dcp import CheckpointException, LocalShards
-from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import StateDictError
-from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
+from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
+from ray_dcp.write.writer import StoreWriter
 from tests.conftest import random_states
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.states import Dict, Maker, OfRank, Stateful, losing_states, names, same, states

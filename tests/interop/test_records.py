@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
 from ray_dcp import LocalShards
-from ray_dcp.layout import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
-from ray_dcp.manifest import decode_manifest
+from ray_dcp.format.manifest import decode_manifest
+from ray_dcp.format.names import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import DTYPES, same_bits, whole_tensor
 

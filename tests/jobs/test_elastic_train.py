@@ -19,7 +19,7 @@ import psutil
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from ray_dcp.catalog import list_checkpoints
+from ray_dcp.catalog.listing import list_checkpoints
 from tests.slack import within
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -11,13 +11,13 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
-from ray_dcp.dcp_io.metadata_file import decode_metadata
-from ray_dcp.layout import MANIFEST, METADATA, SHARD_SUFFIX
-from ray_dcp.manifest import Entry, decode_manifest
-from ray_dcp.storage.local import LocalStore
-from ray_dcp.storage.open import open_store
-from ray_dcp.storage.store import Store
-from ray_dcp.zip_record import PAYLOAD, read_entries
+from ray_dcp.format.manifest import Entry, decode_manifest
+from ray_dcp.format.metadata_file import decode_metadata
+from ray_dcp.format.names import MANIFEST, METADATA, SHARD_SUFFIX
+from ray_dcp.format.zip_record import PAYLOAD, read_entries
+from ray_dcp.store.local import LocalStore
+from ray_dcp.store.open import open_store
+from ray_dcp.store.store import Store
 
 
 def state():

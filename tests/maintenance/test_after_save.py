@@ -9,13 +9,13 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards, StoreWriter
-from ray_dcp.dcp_io.opened import open_checkpoint
-from ray_dcp.dcp_io.store_reader import StoreReader
-from ray_dcp.layout import new_attempt
-from ray_dcp.maintenance.after_save import SweepAfterSave
-from ray_dcp.protocol.coordinator import Coordinator
-from ray_dcp.storage.open import open_store
-from ray_dcp.storage.urls import join_url, split_url
+from ray_dcp.format.names import new_attempt
+from ray_dcp.maintenance.sweep.after_save import SweepAfterSave
+from ray_dcp.protocol.coordinator.coordinator import Coordinator
+from ray_dcp.reads.checkpoint import open_checkpoint
+from ray_dcp.reads.reader import StoreReader
+from ray_dcp.store.location.urls import join_url, split_url
+from ray_dcp.store.open import open_store
 from tests.ranks import ThreadRanks, require_no_errors
 
 OLD = "0000000000000001deadbeef"  # an attempt of 1970
@@ -125,7 +125,7 @@ def test_a_root_that_cannot_be_listed_fails_no_save(ranks, tmp_path, monkeypatch
     def refuse(*args, **options):
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr("ray_dcp.maintenance.after_save.delete_leftovers", refuse)
+    monkeypatch.setattr("ray_dcp.maintenance.sweep.after_save.delete_leftovers", refuse)
     save(ranks, tmp_path / "step-1")
     assert "out of order" in caplog.text
 

@@ -12,13 +12,13 @@ import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, StoreError
-from ray_dcp.layout import MANIFEST, METADATA, POINTER
-from ray_dcp.maintenance import copy as copy_module
-from ray_dcp.maintenance import verify_pieces
-from ray_dcp.maintenance.copy import CopyReport, copy_checkpoint, plan_copy
-from ray_dcp.maintenance.verify import plan_verify, verify_checkpoint
-from ray_dcp.manifest import decode_manifest, encode_manifest
-from ray_dcp.storage.open import open_store
+from ray_dcp.format.manifest import decode_manifest, encode_manifest
+from ray_dcp.format.names import MANIFEST, METADATA, POINTER
+from ray_dcp.maintenance import checkpoint_copy as copy_module
+from ray_dcp.maintenance.checkpoint_copy import CopyReport, copy_checkpoint, plan_copy
+from ray_dcp.maintenance.verify import pieces
+from ray_dcp.maintenance.verify.verification import plan_verify, verify_checkpoint
+from ray_dcp.store.open import open_store
 from tests.maintenance.damage import (
     WRITERS,
     changed,
@@ -30,7 +30,7 @@ from tests.maintenance.damage import (
     save_torchs,
     shard_of,
 )
-from tests.storage.failing import Faults
+from tests.store.failing import Faults
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -60,7 +60,7 @@ def place(request, tmp_path):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    for module in (verify_pieces, copy_module):
+    for module in (pieces, copy_module):
         monkeypatch.setattr(module, "PIECE_NBYTES", 100)
 
 
@@ -133,7 +133,7 @@ def test_damage_in_the_middle_of_a_large_record_is_named_and_nothing_is_copied(s
 def test_what_damages_the_file_while_it_is_copied_is_found(ours, place, monkeypatch):
     """Bytes around the contents are read once for what they say and once to be copied: they must be the same."""
     monkeypatch.setattr(copy_module, "PIECE_NBYTES", 100)
-    monkeypatch.setattr(verify_pieces, "PIECE_NBYTES", 100)
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 100)
     inspect = copy_module.inspect_all
     record = records_of(ours)[-1]
     damage = []

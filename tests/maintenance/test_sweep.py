@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as torch_dcp
 import ray_dcp as dcp
 from ray_dcp import api
 from ray_dcp.errors import NotAFolderError
-from ray_dcp.layout import MANIFEST, METADATA, new_attempt
-from ray_dcp.maintenance import sweep
-from ray_dcp.maintenance.sweep import Sweeper, delete_leftovers, plan_sweep
-from ray_dcp.manifest import FORMAT_VERSION, Manifest, encode_manifest
-from ray_dcp.storage.open import open_store
-from tests.test_catalog import commit, commit_as_torch
+from ray_dcp.format.manifest import FORMAT_VERSION, Manifest, encode_manifest
+from ray_dcp.format.names import MANIFEST, METADATA, new_attempt
+from ray_dcp.maintenance.sweep import removal
+from ray_dcp.maintenance.sweep.removal import Sweeper, delete_leftovers, plan_sweep
+from ray_dcp.store.open import open_store
+from tests.catalog.test_listing import commit, commit_as_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -150,7 +150,7 @@ def test_files_that_a_sibling_refers_to_stay(root):
 
 
 def _manifest(metadata, attempt, version=FORMAT_VERSION):
-    from ray_dcp.manifest import metadata_digest
+    from ray_dcp.format.manifest import metadata_digest
 
     return Manifest([], 1, attempt, metadata_digest(metadata), 5.0, format_version=version)
 
@@ -350,13 +350,13 @@ def test_a_sweeper_looks_again_only_at_what_is_new(root, monkeypatch):
         save(root, f"step-{step}")
     put(root, f"step-7/__0_0_{OLD}.distcp")
     looked: list[str] = []
-    real = sweep.look_at
+    real = removal.look_at
 
     def look_at(store, names):
         looked.extend(names)
         return real(store, names)
 
-    monkeypatch.setattr(sweep, "look_at", look_at)
+    monkeypatch.setattr(removal, "look_at", look_at)
     sweeper = Sweeper(root)
     assert len(sweeper.plan(now=tomorrow()).leftovers) == 1
     assert len(looked) == 6

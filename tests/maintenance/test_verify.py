@@ -12,16 +12,16 @@ import torch
 import torch.utils.serialization
 
 from ray_dcp import LocalShards, PerRank
-from ray_dcp.dcp_io.metadata_file import decode_metadata, encode_metadata
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, FormatVersionError, StoreError
-from ray_dcp.layout import BLOCK_NBYTES, MANIFEST, METADATA, POINTER
-from ray_dcp.maintenance import verify as verify_module
-from ray_dcp.maintenance import verify_pieces
-from ray_dcp.maintenance.verify import VerifyReport, plan_verify, verify_checkpoint
-from ray_dcp.manifest import FORMAT_VERSION, decode_manifest, encode_manifest
-from ray_dcp.storage.local import LocalStore
-from ray_dcp.storage.open import open_store
-from ray_dcp.storage.store import Store
+from ray_dcp.format.manifest import FORMAT_VERSION, decode_manifest, encode_manifest
+from ray_dcp.format.metadata_file import decode_metadata, encode_metadata
+from ray_dcp.format.names import BLOCK_NBYTES, MANIFEST, METADATA, POINTER
+from ray_dcp.maintenance.verify import pieces
+from ray_dcp.maintenance.verify import verification as verify_module
+from ray_dcp.maintenance.verify.verification import VerifyReport, plan_verify, verify_checkpoint
+from ray_dcp.store.local import LocalStore
+from ray_dcp.store.open import open_store
+from ray_dcp.store.store import Store
 from tests.maintenance.damage import (
     WRITERS,
     changed,
@@ -57,7 +57,7 @@ def pieces_of(monkeypatch):
     """Has records be read in pieces of so many bytes."""
 
     def cut(nbytes):
-        monkeypatch.setattr(verify_pieces, "PIECE_NBYTES", nbytes)
+        monkeypatch.setattr(pieces, "PIECE_NBYTES", nbytes)
         monkeypatch.setattr(verify_module, "PIECE_NBYTES", nbytes)
 
     return cut
@@ -422,7 +422,7 @@ def test_what_is_done_is_counted(store, large):
         done = []
         report = verify_checkpoint(plan_verify(one.url), on_bytes=done.append)
         assert report.nbytes_checked <= sum(done) <= report.nbytes
-        assert max(done) <= verify_pieces.PIECE_NBYTES
+        assert max(done) <= pieces.PIECE_NBYTES
 
 
 def test_a_record_that_has_another_checksum_than_the_manifest_is_a_fault(ours):

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from ray_dcp.errors import CorruptCheckpointError
-from ray_dcp.layout import METADATA
-from ray_dcp.maintenance.copy import copy_checkpoint, plan_copy
-from ray_dcp.maintenance.verify import plan_verify, verify_checkpoint
-from ray_dcp.storage.open import open_store
+from ray_dcp.format.names import METADATA
+from ray_dcp.maintenance.checkpoint_copy import copy_checkpoint, plan_copy
+from ray_dcp.maintenance.verify.verification import plan_verify, verify_checkpoint
+from ray_dcp.store.open import open_store
 from tests.maintenance.damage import changed, entries_of, flipped, save_ours, save_torchs, shard_of, state
-from tests.storage.conftest import s3_url, seaweed  # noqa: F401
+from tests.store.conftest import s3_url, seaweed  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -8,9 +8,8 @@ import struct
 import pytest
 import torch
 
-from ray_dcp.checksums import crc32
-from ray_dcp.maintenance.verify_zip import find_zip_problems
-from ray_dcp.zip_record import (
+from ray_dcp.format.checksums import crc32
+from ray_dcp.format.zip_record import (
     CENTRAL,
     DESCRIPTOR_64,
     END,
@@ -24,7 +23,8 @@ from ray_dcp.zip_record import (
     frame_pickle,
     read_entries,
 )
-from tests.test_zip_record import BYTES, SparseRecord, framed, read_from, torch_record
+from ray_dcp.maintenance.verify.zip_check import find_zip_problems
+from tests.format.test_zip_record import BYTES, SparseRecord, framed, read_from, torch_record
 
 RECORDS = {
     "ours": framed(BYTES)[0],

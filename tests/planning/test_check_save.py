@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.check_save import require_agreeing_plans, require_whole_tensors
+from ray_dcp.planning.save_plan.check_save import require_agreeing_plans, require_whole_tensors
 from tests.ranks import ThreadRanks
 
 

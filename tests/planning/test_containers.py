@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._traverse import set_element
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.containers import containers_of, merged_containers, optimizer_containers, with_containers
-from ray_dcp.planning.flat import flat_state
+from ray_dcp.planning.values.containers import containers_of, merged_containers, optimizer_containers, with_containers
+from ray_dcp.planning.values.flat import flat_state
 
 WEIGHT = torch.ones(1)
 KEYS = st.sampled_from(["a", "b", "c.d", "", 0, 7, -1, True, None, (1, "x"), 0.5, b"k"])

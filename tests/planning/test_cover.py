@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
-from ray_dcp.planning.cover import Held, cover_problem, is_covered, region
+from ray_dcp.planning.save_plan.cover import Held, cover_problem, is_covered, region
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.slack import within
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from ray_dcp.planning.flat import flat_state
+from ray_dcp.planning.values.flat import flat_state
 
 WEIGHT = torch.ones(1)
 KEYS = st.sampled_from(["a", "b", "c.d", 0, 1, -1, True, None, (1, 2), 0.5])

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.global_plan import plan_tables
-from ray_dcp.planning.plan_table import PlanTable
+from ray_dcp.planning.save_plan.global_plan import plan_tables
+from ray_dcp.planning.save_plan.plan_table import PlanTable
 
 
 def python_item(fqn: str) -> WriteItem:

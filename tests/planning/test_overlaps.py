@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_dcp import LocalShards
-from ray_dcp.planning.overlaps import shared_memory, tied_to
+from ray_dcp.planning.template.overlaps import shared_memory, tied_to
 
 
 def groups(**values) -> list[tuple[str, ...]]:

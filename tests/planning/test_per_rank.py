@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ray_dcp import PerRank
-from ray_dcp.planning.collect import collect_state
 from ray_dcp.planning.per_rank import (
     PerRankTemplate,
     is_per_rank_name,
     per_rank_world_sizes,
 )
+from ray_dcp.planning.values.collect import collect_state
 
 
 def fill(template, rank, world_size, saved):

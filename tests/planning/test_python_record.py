@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
-from ray_dcp.planning.python_record import python_record
+from ray_dcp.planning.values.python_record import python_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, PerRank
 from ray_dcp.errors import ConfigError, StateDictError
-from ray_dcp.planning.near_names import nearest, other_prefix
+from ray_dcp.planning.template.near_names import nearest, other_prefix
 from tests.protocol.plugins import RenamingLoadPlanner
 from tests.ranks import ThreadRanks, require_no_errors
 

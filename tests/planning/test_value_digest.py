@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.planning.value_digest import NoDigestError, scalar_digest, value_digest
+from ray_dcp.planning.save_plan.value_digest import NoDigestError, scalar_digest, value_digest
 
 
 class Colour(enum.Enum):
@@ -124,7 +124,7 @@ def test_arrays_count_by_their_values_however_they_lie():
 
 def test_sets_have_one_digest_whatever_the_hash_seed():
     program = (
-        "from ray_dcp.planning.value_digest import value_digest; "
+        "from ray_dcp.planning.save_plan.value_digest import value_digest; "
         "print(value_digest([{'a', 'b', 'c', 'd'}, frozenset('xyz'), {'k': {'l', 'm'}}]))"
     )
     found = {

@@ -27,10 +27,6 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ray_dcp import LocalShards
-from ray_dcp.config import Limits
-from ray_dcp.dcp_io import read_tasks
-from ray_dcp.dcp_io.store_reader import StoreReader
-from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import (
     CoordinatorLostError,
     GroupError,
@@ -39,18 +35,22 @@ from ray_dcp.errors import (
     StaleGenerationError,
     StoreError,
 )
-from ray_dcp.layout import METADATA, is_newer, parse_shard_file, shard_files_named_in
+from ray_dcp.format.names import METADATA, is_newer, parse_shard_file, shard_files_named_in
 from ray_dcp.progress import advance
-from ray_dcp.protocol.call import Call, RemoteCall, SoloCall, phase
-from ray_dcp.protocol.coordinator import Coordinator, CoordinatorRecord
-from ray_dcp.protocol.failures import COORDINATOR, CheckpointException, RankFailure
-from ray_dcp.protocol.load import LoadRequest, default_load_planner, load
-from ray_dcp.protocol.membership import JoinRequest
-from ray_dcp.protocol.open_call import OpenCall
-from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
-from ray_dcp.protocol.wire import CallId, decode
-from ray_dcp.storage.open import register_scheme
-from ray_dcp.storage.store import ObjectWriter, StoredObject
+from ray_dcp.protocol.coordinator.coordinator import Coordinator, CoordinatorRecord
+from ray_dcp.protocol.coordinator.membership import JoinRequest
+from ray_dcp.protocol.coordinator.open_call import OpenCall
+from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
+from ray_dcp.protocol.messages import CallId, decode
+from ray_dcp.protocol.rank.call import Call, RemoteCall, SoloCall, phase
+from ray_dcp.protocol.rank.load import LoadRequest, default_load_planner, load
+from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
+from ray_dcp.reads import engine
+from ray_dcp.reads.reader import StoreReader
+from ray_dcp.settings import Limits
+from ray_dcp.store.open import register_scheme
+from ray_dcp.store.store import ObjectWriter, StoredObject
+from ray_dcp.write.writer import StoreWriter
 
 STALL_S = 5
 ARRIVAL_S = 12
@@ -230,12 +230,12 @@ def wait_for_some(futures: Iterable[Future[Any]], return_when: str) -> types.Sim
 @contextmanager
 def reading_in_fibers() -> Iterator[None]:
     """Within the block what is read in several threads is read in fibers."""
-    before = read_tasks.ThreadPoolExecutor, read_tasks.wait
-    read_tasks.ThreadPoolExecutor, read_tasks.wait = ReadingPool, wait_for_some
+    before = engine.ThreadPoolExecutor, engine.wait
+    engine.ThreadPoolExecutor, engine.wait = ReadingPool, wait_for_some
     try:
         yield
     finally:
-        read_tasks.ThreadPoolExecutor, read_tasks.wait = before
+        engine.ThreadPoolExecutor, engine.wait = before
 
 
 def pause_here(place: str) -> None:

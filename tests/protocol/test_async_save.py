@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
-from ray_dcp.dcp_io.store_writer import StoreWriter
 from ray_dcp.errors import EarlierSaveError
-from ray_dcp.protocol.background import BackgroundSaves
+from ray_dcp.protocol.rank.background import BackgroundSaves
+from ray_dcp.write.writer import StoreWriter
 from tests.ranks import ThreadGroup, ThreadRanks, require_no_errors
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as torch_dcp
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, OutOfStepError, StateDictError, UnknownSchemeError
-from ray_dcp.protocol.background import BackgroundSaves
+from ray_dcp.protocol.rank.background import BackgroundSaves
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.slack import within
 

@@ -9,7 +9,6 @@ import types
 import pytest
 
 from ray_dcp import CheckpointException, RankFailure
-from ray_dcp.config import Limits
 from ray_dcp.errors import (
     CoordinatorLostError,
     GroupError,
@@ -19,10 +18,11 @@ from ray_dcp.errors import (
     StaleGenerationError,
     StalledError,
 )
-from ray_dcp.protocol.coordinator import CHECK_INTERVAL_S, Coordinator
-from ray_dcp.protocol.failures import COORDINATOR
-from ray_dcp.protocol.membership import JoinRequest
-from ray_dcp.protocol.wire import CallId, decode, encode
+from ray_dcp.protocol.coordinator.coordinator import CHECK_INTERVAL_S, Coordinator
+from ray_dcp.protocol.coordinator.membership import JoinRequest
+from ray_dcp.protocol.exception import COORDINATOR
+from ray_dcp.protocol.messages import CallId, decode, encode
+from ray_dcp.settings import Limits
 
 
 def formed(world_size: int, coordinator: Coordinator | None = None, tag: str = "a") -> Coordinator:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
-from ray_dcp.maintenance.verify import plan_verify, verify_checkpoint
+from ray_dcp.maintenance.verify.verification import plan_verify, verify_checkpoint
 from tests.ranks import ThreadRanks, require_no_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -10,8 +10,8 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
-from ray_dcp.dcp_io.store_writer import StoreWriter
-from ray_dcp.protocol.failures import RankFailure
+from ray_dcp.protocol.exception import RankFailure
+from ray_dcp.write.writer import StoreWriter
 from tests.ranks import ThreadRanks, require_no_errors
 
 

@@ -21,13 +21,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-import ray_dcp.layout
-from ray_dcp.dcp_io.metadata_file import encode_metadata
-from ray_dcp.dcp_io.store_writer import StoreWriter
+import ray_dcp.format.names
 from ray_dcp.errors import GroupError, StalledError, SupersededError
-from ray_dcp.layout import ShardFile
-from ray_dcp.maintenance.sweep import delete_leftovers, plan_sweep
-from ray_dcp.points import observed_by
+from ray_dcp.format.metadata_file import encode_metadata
+from ray_dcp.format.names import ShardFile
+from ray_dcp.maintenance.sweep.removal import delete_leftovers, plan_sweep
+from ray_dcp.trace_points import observed_by
+from ray_dcp.write.writer import StoreWriter
 from tests.conftest import interleavings
 from tests.protocol.interleavings import (
     EPOCH_S,
@@ -86,8 +86,8 @@ class Interleavings(RuleBasedStateMachine):
             ("time", types.SimpleNamespace(time_ns=self.world.time_ns)),
             ("uuid", types.SimpleNamespace(uuid4=self.next_uuid)),
         ):
-            self.stack.callback(setattr, ray_dcp.layout, name, getattr(ray_dcp.layout, name))
-            setattr(ray_dcp.layout, name, stand_in)
+            self.stack.callback(setattr, ray_dcp.format.names, name, getattr(ray_dcp.format.names, name))
+            setattr(ray_dcp.format.names, name, stand_in)
         self.num_uuids = 0
         self.groups: list[Group] = []
 

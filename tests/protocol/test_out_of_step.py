@@ -8,13 +8,13 @@ from concurrent.futures import Future
 import pytest
 
 from ray_dcp import CheckpointException, RankFailure
-from ray_dcp.config import Limits
 from ray_dcp.errors import OutOfStepError, RankAbsentError
-from ray_dcp.protocol.calls import PATIENCE_S
-from ray_dcp.protocol.coordinator import Coordinator
-from ray_dcp.protocol.membership import JoinRequest
-from ray_dcp.protocol.sessions import SESSIONS, BarrierSession
-from ray_dcp.protocol.wire import CallId, encode
+from ray_dcp.protocol.coordinator.calls import PATIENCE_S
+from ray_dcp.protocol.coordinator.coordinator import Coordinator
+from ray_dcp.protocol.coordinator.membership import JoinRequest
+from ray_dcp.protocol.coordinator.small_sessions import SESSIONS, BarrierSession
+from ray_dcp.protocol.messages import CallId, encode
+from ray_dcp.settings import Limits
 from tests.protocol.test_coordinator import Clock
 
 FIRST_PHASE = {"save": "plan", "load": "open", "newest": "choose", "barrier": "arrive"}

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards, StoreReader
 from ray_dcp.errors import CorruptCheckpointError, StateDictError, UnsafeDataError
-from ray_dcp.manifest import decode_manifest
+from ray_dcp.format.manifest import decode_manifest
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import same_bits
 

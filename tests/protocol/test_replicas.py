@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ray_dcp import CheckpointException, LocalShards, PerRank, StoreWriter
-from ray_dcp.catalog import open_manifest
+from ray_dcp.catalog.listing import open_manifest
 from ray_dcp.cli.main import main
-from ray_dcp.config import ReplicaCheck, replica_check_from
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.protocol import replica_warnings
-from ray_dcp.storage.open import open_store
+from ray_dcp.settings import ReplicaCheck, replica_check_from
+from ray_dcp.store.open import open_store
 from tests.ranks import ThreadRanks, require_no_errors
 
 MIB = 1 << 20
@@ -221,8 +221,8 @@ def test_with_error_nothing_is_written_and_all_names_and_ranks_are_told(tmp_path
 
 
 def test_off_looks_at_nothing(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("ray_dcp.planning.replicas.crc32", None)
-    monkeypatch.setattr("ray_dcp.planning.replicas.scalar_digest", None)
+    monkeypatch.setattr("ray_dcp.planning.save_plan.replicas.crc32", None)
+    monkeypatch.setattr("ray_dcp.planning.save_plan.replicas.scalar_digest", None)
     require_no_errors(ThreadRanks(2).save(by_rank, tmp_path / "c", replica_check=ReplicaCheck("off")))
     assert not warned(caplog)
 
@@ -260,8 +260,8 @@ def test_what_differed_is_kept_shown_and_told_again_at_load(tmp_path, caplog, ca
 
 
 def test_a_staged_save_tells_of_the_values_at_the_call(tmp_path, caplog):
-    from ray_dcp.protocol.background import BackgroundSaves
-    from ray_dcp.protocol.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
+    from ray_dcp.protocol.rank.background import BackgroundSaves
+    from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
 
     ranks = ThreadRanks(2)
     place = str(tmp_path / "c")
@@ -292,5 +292,5 @@ def test_the_variable_says_what_no_argument_does():
 def test_one_process_alone_is_not_slowed(tmp_path, monkeypatch):
     import ray_dcp as dcp
 
-    monkeypatch.setattr("ray_dcp.protocol.save.replica_digests", None)
+    monkeypatch.setattr("ray_dcp.protocol.rank.save.replica_digests", None)
     dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "c", no_dist=True)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from ray_dcp import CheckpointException, PerRank, StoreReader
-from ray_dcp.protocol.call import RemoteCall
+from ray_dcp.protocol.rank.call import RemoteCall
 from tests.ranks import ThreadRanks, require_no_errors
 
 WITHOUT = ["open", "plan", "read"]

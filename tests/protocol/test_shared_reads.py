@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import ray_dcp as dcp
-from ray_dcp.config import Limits
-from ray_dcp.dcp_io.record_reads import RecordReads
-from ray_dcp.dcp_io.shared_segment import Sharing
-from ray_dcp.dcp_io.store_reader import StoreReader
 from ray_dcp.errors import CorruptCheckpointError
-from ray_dcp.manifest import decode_manifest
-from ray_dcp.protocol.coordinator import Coordinator
+from ray_dcp.format.manifest import decode_manifest
+from ray_dcp.protocol.coordinator.coordinator import Coordinator
+from ray_dcp.reads.reader import StoreReader
+from ray_dcp.reads.record_reads import RecordReads
+from ray_dcp.reads.sharing.segment import Sharing
+from ray_dcp.settings import Limits
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shared_memory import require_none_left
 from tests.slack import within
-from tests.storage.failing import Faults
+from tests.store.failing import Faults
 
 SHAPE = (4096, 640)
 """10 MiB of float32: each of two ranks writes five blocks of it."""

@@ -11,7 +11,7 @@ import torch
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, PerRank
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.collect import CollectedTemplate, collect_state
+from ray_dcp.planning.values.collect import CollectedTemplate, collect_state
 from tests.ranks import ThreadRanks, require_no_errors
 
 

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError, UnsafeDataError
-from ray_dcp.planning.state_dict import for_global_step
-from ray_dcp.protocol.save import SaveRequest, default_save_planner, save, staged_by, when_staged
-from ray_dcp.protocol.wire import carry
+from ray_dcp.planning.save_plan.state_planner import for_global_step
+from ray_dcp.protocol.messages import carry
+from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, save, staged_by, when_staged
 from tests.protocol import plugins
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import same_bits

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_dcp.layout import BLOCK_NBYTES
+from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.staging import host_pieces as module
 from ray_dcp.staging.host_pieces import Ring, host_pieces, tensor_memory
 

@@ -16,11 +16,11 @@ from ray.train.torch import TorchTrainer
 from torch.distributed.checkpoint.metadata import Metadata
 
 import ray_dcp as dcp
-from ray_dcp.catalog import list_checkpoints
-from ray_dcp.dcp_io.store_writer import StoreWriter
-from ray_dcp.protocol.background import AsyncSaveResponse, BackgroundSaves
-from ray_dcp.protocol.failures import RankFailure
+from ray_dcp.catalog.listing import list_checkpoints
+from ray_dcp.protocol.exception import RankFailure
+from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
 from ray_dcp.train import CheckpointCallback, hand_over
+from ray_dcp.write.writer import StoreWriter
 from tests.slack import within
 
 

@@ -13,7 +13,7 @@ from ray.train import Checkpoint
 
 from ray_dcp.cluster import train_context
 from ray_dcp.errors import ConfigError, CorruptCheckpointError
-from ray_dcp.layout import POINTER
+from ray_dcp.format.names import POINTER
 from ray_dcp.train import checkpoint_id_of, reporting
 
 BUCKET = "s3://bucket/runs?endpoint_override=127.0.0.1%3A9000&scheme=http"

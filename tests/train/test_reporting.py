@@ -13,7 +13,7 @@ from ray.train.torch import TorchTrainer
 
 import ray_dcp as dcp
 from ray_dcp.cluster.train_context import ray_num_to_keep, train_group_spec
-from ray_dcp.layout import METADATA, POINTER
+from ray_dcp.format.names import METADATA, POINTER
 from ray_dcp.train import CheckpointCallback, checkpoint_id_of, report
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -1,0 +1,1 @@
+"""What no committed checkpoint needs, and its removal: decided first, deleted after. Begin with ``removal``."""

@@ -1,0 +1,1 @@
+"""Whether a checkpoint still is what was written: every byte of every file. Begin with ``verification``."""

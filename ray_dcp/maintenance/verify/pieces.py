@@ -1,0 +1,251 @@
+"""Reading files in large pieces, several at a time, and checking each piece in memory.
+
+What a record's structure says is needed before its contents can be checked. A record that fits into a piece is
+inspected there, together with its neighbours; of a larger one the structure is read first and by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ray_dcp.errors import ObjectNotFoundError, ObjectTooShortError
+from ray_dcp.format.checksums import crc32
+from ray_dcp.maintenance.verify.findings import Fault, FilePlan, Item, Unchecked
+from ray_dcp.maintenance.verify.record_check import InspectedRecord, Span, inspect_record
+from ray_dcp.store.reading import get_into
+from ray_dcp.store.store import Store
+
+PIECE_NBYTES = 16 << 20
+NUM_READERS = 4
+"""Threads: checksums are computed beside each other, and a bucket answers one while another one is checked."""
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfSpan:
+    """What lies of a span in one piece."""
+
+    span: Span
+    start: int
+    nbytes: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.nbytes == self.span.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of a file that is read at once, and what is to be checked in it."""
+
+    file: str
+    start: int
+    nbytes: int
+    items: Sequence[Item] = ()
+    """Whole records, to be inspected."""
+    parts: Sequence[PartOfSpan] = ()
+    """Contents of records that have been inspected."""
+    seen: Sequence[tuple[int, bytes]] = ()
+    """Bytes that were read and checked before, with their offsets in the file: they must still be the same."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPiece:
+    """What a piece turned out to be."""
+
+    piece: Piece
+    faults: Sequence[Fault] = ()
+    unchecked: Sequence[Unchecked] = ()
+    inspected: Sequence[InspectedRecord] = ()
+    checked: Sequence[PartOfSpan] = ()
+    """Whole spans that were checked, right or wrong."""
+    crcs: Sequence[tuple[PartOfSpan, int]] = ()
+    """Of spans that reach beyond the piece."""
+
+
+def is_large(item: Item, small_nbytes: int) -> bool:
+    """Whether a record's structure is read by itself."""
+    return item.padding + item.nbytes > small_nbytes
+
+
+def inspect_large(store: Store, item: Item) -> InspectedRecord:
+    """The structure of a record, by small reads. What cannot be read for lack of bytes is a fault."""
+    try:
+        return inspect_record(item, lambda start, nbytes: store.get(item.file, start, nbytes))
+    except (ObjectNotFoundError, ObjectTooShortError) as error:
+        return InspectedRecord(item, [_lost(item, error)])
+
+
+def small_pieces(file: FilePlan, small_nbytes: int) -> Iterator[Piece]:
+    """The records that are small, as few pieces as they fit in. Neighbours are read together, others never are."""
+    run: list[Item] = []
+    for item in file.items:
+        apart = run and (item.begin != run[-1].end or item.end - run[0].begin > PIECE_NBYTES)
+        apart = apart and not item.shared_nbytes  # it is inspected together with what it shares
+        if run and (apart or is_large(item, small_nbytes)):
+            yield _run_piece(run)
+            run = []
+        if not is_large(item, small_nbytes):
+            run.append(item)
+    if run:
+        yield _run_piece(run)
+
+
+def span_pieces(item: Item, spans: Iterable[Span]) -> Iterator[Piece]:
+    """Pieces that hold these spans of one record, which are in the order of the file; nothing else is read."""
+    parts: list[PartOfSpan] = []
+    room = PIECE_NBYTES
+    for span in spans:
+        if parts and span.start != parts[-1].start + parts[-1].nbytes:
+            yield _parts_piece(item, parts)
+            parts, room = [], PIECE_NBYTES
+        at = span.start
+        while at < span.end:
+            nbytes = min(span.end - at, room)
+            parts.append(PartOfSpan(span, at, nbytes))
+            at += nbytes
+            room -= nbytes
+            if not room:
+                yield _parts_piece(item, parts)
+                parts, room = [], PIECE_NBYTES
+    if parts:
+        yield _parts_piece(item, parts)
+
+
+def every_byte(file: FilePlan, inspected: Mapping[int, InspectedRecord], small_nbytes: int) -> Iterator[Piece]:
+    """All of a file, in order. ``inspected`` has each large record by where its own bytes begin."""
+    end = 0
+    small = {piece.start: piece for piece in small_pieces(file, small_nbytes)}
+    for item in file.items:
+        begin = item.begin
+        if begin < end:
+            continue  # in the piece of its neighbours
+        yield from _unlisted(file.key, end, begin)
+        if begin in small:
+            yield small[begin]
+            end = small[begin].end
+        else:
+            yield from _tiles(item, inspected[begin])
+            end = item.end
+    yield from _unlisted(file.key, end, file.nbytes)
+
+
+def _unlisted(key: str, start: int, end: int) -> Iterator[Piece]:
+    """Bytes that belong to no record."""
+    for at in range(start, end, PIECE_NBYTES):
+        yield Piece(key, at, min(PIECE_NBYTES, end - at))
+
+
+def _tiles(item: Item, inspected: InspectedRecord) -> Iterator[Piece]:
+    spans = inspected.spans()
+    span = next(spans, None)
+    for at in range(item.begin, item.end, PIECE_NBYTES):
+        end = min(at + PIECE_NBYTES, item.end)
+        parts = []
+        while span is not None and span.start < end:
+            start = max(span.start, at)
+            parts.append(PartOfSpan(span, start, min(span.end, end) - start))
+            if span.end > end:
+                break
+            span = next(spans, None)
+        seen = [
+            (max(start, at), content[max(0, at - start) : max(0, end - start)]) for start, content in inspected.seen
+        ]
+        yield Piece(item.file, at, end - at, (), parts, [(start, content) for start, content in seen if content])
+
+
+def _run_piece(run: Sequence[Item]) -> Piece:
+    begin = run[0].begin
+    return Piece(run[0].file, begin, run[-1].end - begin, tuple(run))
+
+
+def _parts_piece(item: Item, parts: Sequence[PartOfSpan]) -> Piece:
+    begin = parts[0].start
+    return Piece(item.file, begin, parts[-1].start + parts[-1].nbytes - begin, (), tuple(parts))
+
+
+def check_piece(store: Store, piece: Piece, view: memoryview) -> CheckedPiece:
+    """Read a piece into ``view``, which is as long, and check it. What it lacks is a fault."""
+    try:
+        get_into(store, piece.file, piece.start, [view])
+    except (ObjectNotFoundError, ObjectTooShortError) as error:
+        concerned = {item.begin: item for item in (*piece.items, *(part.span.item for part in piece.parts))}
+        faults = [_lost(item, error) for item in concerned.values()]
+        return CheckedPiece(piece, faults or [_unlisted_lost(piece, error)])
+    inspected = [
+        inspect_record(item, lambda start, nbytes: bytes(view[start - piece.start :][:nbytes])) for item in piece.items
+    ]
+    whole = [PartOfSpan(span, span.start, span.nbytes) for record in inspected for span in record.spans()]
+    faults = [fault for record in inspected for fault in record.faults]
+    faults += [
+        Fault(piece.file, start, start + len(content), "two reads of these bytes differ")
+        for start, content in piece.seen
+        if view[start - piece.start :][: len(content)] != content
+    ]
+    crcs = []
+    for part in itertools.chain(whole, piece.parts):
+        crc = crc32(view[part.start - piece.start :][: part.nbytes])
+        if not part.is_whole:
+            crcs.append((part, crc))
+        elif crc != part.span.crc:
+            faults.append(part.span.fault())
+    unchecked = [one for record in inspected for one in record.unchecked]
+    whole += [part for part in piece.parts if part.is_whole]
+    return CheckedPiece(piece, faults, unchecked, inspected, whole, crcs)
+
+
+def _lost(item: Item, error: Exception) -> Fault:
+    missing = isinstance(error, ObjectNotFoundError)
+    return item.fault("its file is missing" if missing else "its file ends too early")
+
+
+def _unlisted_lost(piece: Piece, error: Exception) -> Fault:
+    missing = isinstance(error, ObjectNotFoundError)
+    return Fault(piece.file, piece.start, piece.end, "the file is missing" if missing else "the file ends too early")
+
+
+class Readers:
+    """Threads that read and check. Use as ``with readers() as pool``."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._buffers = threading.local()
+
+    def in_order(self, work: Callable[[_T], _R], tasks: Iterable[_T], *, ahead: int = 2 * NUM_READERS) -> Iterator[_R]:
+        """What ``work`` makes of each task, in their order; as many ``ahead`` of the one that is taken."""
+        pending: deque[Future[_R]] = deque()
+        for task in tasks:
+            pending.append(self._pool.submit(work, task))
+            if len(pending) > ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """This thread's own buffer, which its next piece overwrites."""
+        held: bytearray | None = getattr(self._buffers, "held", None)
+        if held is None or len(held) < nbytes:
+            held = self._buffers.held = bytearray(max(nbytes, 1 << 20))
+        return memoryview(held)[:nbytes]
+
+
+@contextmanager
+def readers() -> Iterator[Readers]:
+    """Threads for the length of the block; when it is left early, what has not begun is not done."""
+    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="ray-dcp-reader") as pool:
+        try:
+            yield Readers(pool)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,207 @@
+"""Which ranks of a node read which stored blocks for each other: decided from what each of them wants.
+
+::
+
+    rank: ShareOffer -> plan_shares (all offers, the coordinator) -> NodeShare -> windows_of (each rank) -> pieces
+
+All of it is the same wherever and whenever it is computed from the same offers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_dcp.format.names import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
+
+MAX_WINDOW_NBYTES = 128 * BLOCK_NBYTES
+MIN_WINDOW_NBYTES = 4 * BLOCK_NBYTES
+"""Where shared memory has no room for this, nothing is shared."""
+NUM_HALVES = 2
+"""Windows that are in memory at once: one is read while the one before is taken from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareRules:
+    """What is worth sharing, of one kind of store."""
+
+    min_repeats: float
+    """By how many ranks of a node a block of a record must be wanted on average."""
+    rank_nbytes: int
+    """What each rank reads of a window; whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A run of blocks that a rank wants of one record."""
+
+    number: int
+    """Of the record's entry in the manifest."""
+    nbytes: int
+    """Of the record's payload."""
+    first: int
+    """Block."""
+    end: int
+    """Block behind the last one."""
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Of the run; the payload's last block may be short."""
+        return min(self.end * BLOCK_NBYTES, self.nbytes) - self.first * BLOCK_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOffer:
+    """What a rank could have others read for it."""
+
+    memory: str
+    """Ranks that say the same here can share memory, and mean the same by the number of an entry."""
+    free_nbytes: int
+    """Of that memory."""
+    token: str
+    """A name for the memory of this load, unlike any other ever."""
+    rules: ShareRules
+    packed: bytes
+    """``Want``s, as ``pack_wants`` makes it: a rank may have thousands."""
+
+
+def pack_wants(wants: Iterable[Want]) -> bytes:
+    """At most one of each record; see ``ShareOffer``."""
+    rows = [(want.number, want.nbytes, want.first, want.end) for want in wants]
+    return np.array(rows, dtype=np.int64).tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """What some ranks of a node read for each other."""
+
+    token: str
+    members: tuple[int, ...]
+    """Ranks. A member's place in here is its slot."""
+    runs: tuple[Want, ...]
+    """Disjoint, by number and block: each block that one of the members wants of these records, once."""
+    window_nbytes: int
+    """Whole blocks."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all runs."""
+        return sum(run.payload_nbytes for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one payload in one window, from one block to another, that one member reads."""
+
+    number: int
+    start: int
+    """Byte of the payload."""
+    end: int
+    at: int
+    """Byte of the window where it goes; a multiple of the payload alignment."""
+    slot: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+def plan_shares(offers: Sequence[ShareOffer | None]) -> list[NodeShare | None]:
+    """Of each rank, in rank order; None where it reads all by itself."""
+    shares: list[NodeShare | None] = [None] * len(offers)
+    by_memory: dict[str, list[int]] = defaultdict(list)
+    for rank, offer in enumerate(offers):
+        if offer is not None and offer.packed:
+            by_memory[offer.memory].append(rank)
+    for ranks in by_memory.values():
+        if len(ranks) > 1:
+            share = _plan_node([(rank, offer) for rank in ranks if (offer := offers[rank]) is not None])
+            for rank in share.members if share is not None else ():
+                shares[rank] = share
+    return shares
+
+
+def _plan_node(offers: Sequence[tuple[int, ShareOffer]]) -> NodeShare | None:
+    rules = offers[0][1].rules
+    tables = [np.frombuffer(offer.packed, dtype=np.int64).reshape(-1, 4) for _, offer in offers]
+    rows = np.concatenate(tables)
+    owners = np.repeat([rank for rank, _ in offers], [len(table) for table in tables])
+    # No more ranks than want some of a record can want a block of it: most records are out by that alone.
+    _, which, counts = np.unique(rows[:, 0], return_inverse=True, return_counts=True)
+    often = counts[which] >= rules.min_repeats
+    rows, owners = rows[often], owners[often]
+    order = np.lexsort((rows[:, 3], rows[:, 2], rows[:, 0]))
+    wanted_by: dict[int, list[tuple[Want, int]]] = defaultdict(list)
+    for row, owner in zip(rows[order].tolist(), owners[order].tolist(), strict=True):
+        wanted_by[row[0]].append((Want(*row), owner))
+    runs: list[Want] = []
+    members: set[int] = set()
+    for wanted in wanted_by.values():
+        joined = _joined([want for want, _ in wanted])
+        if sum(want.end - want.first for want, _ in wanted) >= rules.min_repeats * sum(r.end - r.first for r in joined):
+            runs += joined
+            members.update(owner for _, owner in wanted)
+    if not runs:
+        return None
+    room = min(offer.free_nbytes for _, offer in offers) // 2 // NUM_HALVES
+    window_nbytes = min(len(members) * rules.rank_nbytes, MAX_WINDOW_NBYTES, room) // BLOCK_NBYTES * BLOCK_NBYTES
+    if window_nbytes < MIN_WINDOW_NBYTES:
+        return None
+    return NodeShare(offers[0][1].token, tuple(sorted(members)), tuple(runs), window_nbytes)
+
+
+def _joined(wants: Sequence[Want]) -> list[Want]:
+    """Runs of one record, in order of their first blocks, as disjoint ones."""
+    joined: list[Want] = []
+    for want in wants:
+        if joined and want.first <= joined[-1].end:
+            joined[-1] = Want(want.number, want.nbytes, joined[-1].first, max(joined[-1].end, want.end))
+        else:
+            joined.append(want)
+    return joined
+
+
+def windows_of(share: NodeShare) -> Iterator[tuple[Piece, ...]]:
+    """The windows, in order; in each, every member reads one run of neighbouring pieces, all about as many bytes."""
+    spans: list[tuple[Want, int, int, int]] = []
+    at = 0
+    for run in share.runs:
+        start, end = run.first * BLOCK_NBYTES, min(run.end * BLOCK_NBYTES, run.nbytes)
+        while start < end:
+            room = (share.window_nbytes - at) // BLOCK_NBYTES * BLOCK_NBYTES
+            if not room:
+                yield tuple(_assigned(spans, len(share.members)))
+                spans, at = [], 0
+                continue
+            until = min(end, start + room)
+            spans.append((run, start, until, at))
+            at = -(-(at + until - start) // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+            start = until
+    if spans:
+        yield tuple(_assigned(spans, len(share.members)))
+
+
+def _assigned(spans: Sequence[tuple[Want, int, int, int]], num_members: int) -> Iterator[Piece]:
+    """Cut at blocks, so that no member reads more than a block above its part."""
+    total = sum(until - start for _, start, until, _ in spans)
+    passed = 0
+    for run, start, until, at in spans:
+        while start < until:
+            slot = passed * num_members // total
+            left = -(-total * (slot + 1) // num_members) - passed
+            end = min(until, start + -(-left // BLOCK_NBYTES) * BLOCK_NBYTES)
+            yield Piece(run.number, start, end, at, slot)
+            passed, at, start = passed + end - start, at + end - start, end
+
+
+def segment_nbytes(share: NodeShare) -> int:
+    """How much memory the windows take: one half where all fits in one window."""
+    sizes: list[int] = []
+    for window in windows_of(share):
+        sizes.append(window[-1].at + window[-1].nbytes)
+        if len(sizes) == NUM_HALVES:
+            break
+    return share.window_nbytes * NUM_HALVES if len(sizes) == NUM_HALVES else sizes[0]

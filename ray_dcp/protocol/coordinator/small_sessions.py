@@ -1,0 +1,77 @@
+"""The sessions there are, by the kind of their call; and the small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ray_dcp.catalog.listing import CheckpointInfo, latest_checkpoint
+from ray_dcp.errors import StateDictError
+from ray_dcp.protocol.coordinator.load_session import LoadSession
+from ray_dcp.protocol.coordinator.save_session import SaveSession
+from ray_dcp.protocol.coordinator.session import Session, one_checkpoint_id
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLoad:
+    """How this rank's load of a step ended: ``damaged`` where stored bytes were not what was written."""
+
+    step: int
+    damaged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NewestContribution:
+    """What a rank sends to look up a step. ``failed`` where it is to take the place of one that did not load."""
+
+    root: str
+    failed: FailedLoad | None = None
+
+
+class NewestSession(Session):
+    """choose: the newest committed checkpoint under a root, looked up once for all ranks; None when there is none.
+
+    After a failed load it is an older one, for all ranks or for none, although each may have seen another reason: it is
+    worth going on where the bytes were bad for any of them.
+    """
+
+    first_phase: ClassVar[str] = "choose"
+
+    def __init__(self) -> None:
+        self.checkpoint_id = ""
+
+    def step(self, phase: str, contributions: Sequence[NewestContribution]) -> Sequence[CheckpointInfo | None]:
+        self.checkpoint_id = one_checkpoint_id([part.root for part in contributions])
+        return [self._choose([part.failed for part in contributions])] * len(contributions)
+
+    def _choose(self, failed: Sequence[FailedLoad | None]) -> CheckpointInfo | None:
+        steps = {load.step if load is not None else None for load in failed}
+        if len(steps) > 1:
+            raise StateDictError(f"ranks look for different steps: {failed}")
+        hopeless = failed[0] is not None and not any(load is not None and load.damaged for load in failed)
+        return None if hopeless else latest_checkpoint(self.checkpoint_id, before=steps.pop())
+
+    def next_phase(self, phase: str) -> str | None:
+        return None
+
+
+class BarrierSession(Session):
+    """arrive: all ranks are here."""
+
+    first_phase: ClassVar[str] = "arrive"
+    checkpoint_id = ""
+
+    def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
+        return [None] * len(contributions)
+
+    def next_phase(self, phase: str) -> str | None:
+        return None
+
+
+SESSIONS: Mapping[str, Callable[[], Session]] = {
+    "save": SaveSession,
+    "load": LoadSession,
+    "newest": NewestSession,
+    "barrier": BarrierSession,
+}

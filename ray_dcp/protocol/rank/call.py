@@ -1,0 +1,226 @@
+"""A rank's end of one save, load or barrier.
+
+A *call* is what a rank holds while it takes part. ``exchange`` sends this rank's part of a phase and returns its
+answer once all ranks have sent theirs. The first failure anywhere ends the call for every rank.
+
+A coordinator may die and start over in the middle of a call. It then knows the group, but nothing of the call: each
+rank sends again all its parts so far, and goes on where it was, provided that the answers are the same as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
+
+from ray_dcp.errors import CoordinatorLostError, GroupError
+from ray_dcp.gc_pause import collector_paused
+from ray_dcp.progress import Progress, working
+from ray_dcp.protocol.coordinator.open_call import coordinator_phase
+from ray_dcp.protocol.coordinator.small_sessions import SESSIONS
+from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
+from ray_dcp.protocol.messages import carry, decode, encode
+
+_MAX_RESTARTS = 5
+"""Of the coordinator within one exchange: one that dies again and again is not worth waiting for."""
+
+
+class Call(Protocol):
+    """One rank's end of one call. Used by one thread at a time."""
+
+    rank: int
+    world_size: int
+    kind: str
+    checkpoint_id: str
+    failed: bool
+    """A ``CheckpointException`` before that is not this call's: a hook of the user's has made another one, say."""
+    progress: Progress
+    """How far this rank is; whoever waits for it looks at this."""
+    started_over: bool
+    """The coordinator died during this call: nobody here knows how far it had come."""
+
+    def exchange(self, phase: str, part: Any) -> Any:
+        """Send this rank's part, return its answer. Raises ``CheckpointException`` when the call fails anywhere."""
+        ...
+
+    def report(self, failure: RankFailure) -> None:
+        """Tell the others that this rank has failed; never raises."""
+        ...
+
+    def carry(self, *user_objects: Any) -> Any:
+        """Planners, writers and readers in the form in which the coordinator's half takes them.
+
+        None where they cannot travel, so that their global steps are this rank's.
+        """
+        ...
+
+
+@contextmanager
+def phase(call: Call, name: str) -> Iterator[None]:
+    """What fails in the block fails the call, everywhere, as this rank's failure in phase ``name``.
+
+    Leaves by ``CheckpointException``, or by the original where it asks the process to end.
+    """
+    try:
+        with working(call.progress, name):
+            yield
+    except BaseException as error:
+        if call.failed and isinstance(error, CheckpointException):
+            raise
+        failure = RankFailure.from_exception(error, rank=call.rank, phase=name)
+        call.report(failure)
+        if not isinstance(error, Exception | TorchCheckpointException):
+            raise  # KeyboardInterrupt, SystemExit: the others know, this process ends
+        call.failed = True
+        raise CheckpointException(call.kind, call.checkpoint_id, [failure]) from error
+
+
+class SoloCall:
+    """The only rank of a call: the coordinator's half runs in place, nothing is pickled, no Ray is needed."""
+
+    def __init__(self, kind: str, checkpoint_id: str) -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.kind = kind
+        self.checkpoint_id = checkpoint_id
+        self.failed = False
+        self.progress = Progress()
+        self.started_over = False
+        self._session = SESSIONS[kind]()
+
+    def exchange(self, phase: str, part: Any) -> Any:
+        try:
+            with collector_paused():
+                (answer,) = self._session.step(phase, [part])
+        except (Exception, TorchCheckpointException) as error:
+            failure = RankFailure.from_exception(error, rank=COORDINATOR, phase=coordinator_phase(self.kind, phase))
+            self.failed = True
+            raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from error
+        return answer
+
+    def report(self, failure: RankFailure) -> None:
+        """There is nobody else."""
+
+    def carry(self, *user_objects: Any) -> Any:
+        return user_objects
+
+
+class Link(Protocol):
+    """A rank's way to its coordinator, for one call."""
+
+    def send(self, phase: str, message: bytes) -> bytes:
+        """The coordinator's answer to this rank's part of a phase.
+
+        Raises ``CoordinatorLostError`` when the coordinator has died, does not answer or has started over.
+        """
+        ...
+
+    def tell(self, failure: RankFailure) -> None:
+        """Deliver this rank's failure; raises as ``send``."""
+        ...
+
+    def reconnect(self) -> None:
+        """Return when there is a coordinator again; raises ``CoordinatorLostError`` when none comes in time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchanged:
+    phase: str
+    message: bytes
+    answer: bytes
+
+
+class RemoteCall:
+    """One rank of several: parts travel to the coordinator as messages, over a ``Link``."""
+
+    def __init__(self, *, rank: int, world_size: int, kind: str, checkpoint_id: str, link: Link) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.kind = kind
+        self.checkpoint_id = checkpoint_id
+        self.failed = False
+        self.progress = Progress()
+        self.started_over = False
+        self._link = link
+        self._exchanged: list[_Exchanged] = []
+
+    def exchange(self, phase: str, part: Any) -> Any:
+        message = self._encoded(phase, part)
+        working_on, self.progress.phase = self.progress.phase, None
+        try:
+            answer = self._send(phase, message)
+        except GroupError as error:
+            rank = COORDINATOR if isinstance(error, CoordinatorLostError) else self.rank
+            failure = RankFailure.from_exception(error, rank=rank, phase=phase)
+            self.failed = True
+            raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from error
+        except CheckpointException as error:
+            raise self.as_failed(error) from error.__cause__
+        finally:
+            self.progress.phase = working_on
+        self._exchanged.append(_Exchanged(phase, message, answer))
+        return decode(answer)
+
+    def as_failed(self, error: CheckpointException) -> CheckpointException:
+        """``error``, with which this call has failed elsewhere, for whoever is at work here."""
+        self.failed = True
+        if error.checkpoint_id:
+            return error
+        # The call failed before its coordinator knew what it is about.
+        return CheckpointException(self.kind, self.checkpoint_id, error.rank_failures)
+
+    def _encoded(self, name: str, part: Any) -> bytes:
+        """A part that cannot be pickled never arrives: the others must not wait for it."""
+        with phase(self, name):
+            return encode(part)
+
+    def _send(self, phase: str, message: bytes) -> bytes:
+        """The answer, from this coordinator or, when it dies, from the next one."""
+        for _ in range(_MAX_RESTARTS):
+            try:
+                return self._link.send(phase, message)
+            except CoordinatorLostError:
+                self._catch_up()
+        return self._link.send(phase, message)
+
+    def _catch_up(self) -> None:
+        """Send to a coordinator that starts over what its predecessor had; the answers must be those it gave."""
+        self.started_over = True
+        self._link.reconnect()
+        for earlier in self._exchanged:
+            try:
+                answer = self._link.send(earlier.phase, earlier.message)
+            except CoordinatorLostError:
+                return  # it died once more; whoever sends next finds out
+            if answer != earlier.answer and decode(answer) != decode(earlier.answer):
+                lost = CoordinatorLostError(
+                    f"its successor came to another result in {earlier.phase!r}, so what the ranks have done since "
+                    "is of no use",
+                    group=self.kind,
+                )
+                self._link.tell(RankFailure.from_exception(lost, rank=COORDINATOR, phase=earlier.phase))
+                raise lost
+
+    def report(self, failure: RankFailure) -> None:
+        try:
+            self._tell(failure)
+        except GroupError:
+            # Nobody waits for this rank any more; the failure itself is raised here.
+            return
+
+    def _tell(self, failure: RankFailure) -> None:
+        """Deliver a failure: to the next coordinator where this one dies, since others may wait there for this rank."""
+        for _ in range(_MAX_RESTARTS):
+            try:
+                self._link.tell(failure)
+            except CoordinatorLostError:
+                self._link.reconnect()
+            else:
+                return
+
+    def carry(self, *user_objects: Any) -> Any:
+        return carry(*user_objects)

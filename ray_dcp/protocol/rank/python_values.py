@@ -1,0 +1,182 @@
+"""The Python values of one load on one rank: read and decoded before a tensor is filled, put in place after all are.
+
+So one that cannot be read, or must not be, is told while the template is as it was. Where a user's planner or reader
+changes plans globally, or reads in its own way, all is read at once, as under torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+
+from ray_dcp.errors import UnsafeDataError
+from ray_dcp.format.metadata_file import decode_python
+from ray_dcp.planning.template.template_planner import TemplatePlanner
+from ray_dcp.planning.values.python_record import NotAScalarError, scalar_of
+from ray_dcp.progress import Progress
+from ray_dcp.protocol.rank.plugin_progress import CountingPlanner
+from ray_dcp.reads.reader import StoreReader
+from ray_dcp.reads.wanted import KeepsRecords, NamedBytes
+from ray_dcp.trace_points import Point, reached
+from ray_dcp.wording import joined
+
+
+class _Kept(NamedTuple):
+    """A Python object that was read; ``content`` has none of its bytes taken."""
+
+    item: ReadItem
+    record: bytes
+    file: str
+
+    @property
+    def content(self) -> io.BytesIO:
+        return NamedBytes(self.record, self.file)
+
+
+class PythonValues:
+    """For one planner and reader. ``decoded`` has the values so far, by name, where ray_dcp's planner decodes them."""
+
+    def __init__(
+        self, planner: LoadPlanner, reader: StorageReader, progress: Progress, *, trusted: bool, checkpoint_id: str
+    ) -> None:
+        self.decoded: dict[str, Any] = {}
+        self._planner = planner
+        self._own_planner = planner if isinstance(planner, TemplatePlanner) else None
+        self._reader = reader
+        self._progress = progress
+        self._trusted = trusted
+        self._checkpoint_id = checkpoint_id
+        self._kept_back: list[_Kept] = []
+        self._puts: list[Callable[[], None]] = []
+        self._read: set[int] = set()
+        """Items of the local plan, by identity."""
+        self._rest: tuple[LoadPlan, LoadPlan] | None = None
+        """A plan and what is left of it: a reader may know a plan again."""
+
+    def read_first(self, plan: LoadPlan) -> None:
+        """Read and decode all Python values of ``plan``, a local one. Raises what one of them raises."""
+        items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        if items:
+            self._read = set(map(id, items))
+            self.fill(LoadPlan(items))
+
+    def rest_of(self, plan: LoadPlan) -> LoadPlan:
+        """What of ``plan`` is still to be read."""
+        if not self._read:
+            return plan
+        if self._rest is None or self._rest[0] is not plan:
+            rest = [item for item in plan.items if id(item) not in self._read]
+            self._rest = plan, replace(plan, items=rest)
+        return self._rest[1]
+
+    def fill(self, plan: LoadPlan) -> None:
+        """Read ``plan``: fill its tensors, decode its Python values."""
+        planner: Any = self._planner
+        if isinstance(self._reader, StoreReader) or reads_parts(self._reader):
+            planner = _PythonValuesLater(planner, self._kept_back, self._checkpoint_id)
+        if not isinstance(self._reader, StoreReader):
+            planner = CountingPlanner(planner, self._progress)
+        self._reader.read_data(plan, planner).wait()
+        self._decode()
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._puts or self.decoded)
+
+    def put(self) -> None:
+        """Hand the planner all that was read."""
+        if self._own_planner is not None:
+            self._own_planner.put_python(self.decoded)
+        for put in self._puts:
+            put()
+
+    def _decode(self) -> None:
+        unsafe: list[UnsafeDataError] = []
+        for kept in self._kept_back:
+            try:
+                if self._own_planner is not None:
+                    self.decoded[kept.item.dest_index.fqn] = _value_of(kept, self._own_planner)
+                else:
+                    self._puts.append(self._users_put(kept))
+            except UnsafeDataError as error:
+                unsafe.append(error)
+        self._kept_back.clear()
+        if unsafe:
+            raise _all_of(unsafe)
+
+    def _users_put(self, kept: _Kept) -> Callable[[], None]:
+        """What hands a user's planner a Python value; raises now where the value cannot or must not be decoded."""
+        if not self._trusted:
+            decode_python(kept.content, file=kept.file, fqn=kept.item.dest_index.fqn, trusted=False)
+        return functools.partial(self._planner.load_bytes, kept.item, kept.content)
+
+
+def _value_of(kept: _Kept, planner: TemplatePlanner) -> Any:
+    """Most are numbers and strings, of which nothing but the record is needed."""
+    try:
+        return scalar_of(kept.record)
+    except NotAScalarError:
+        return planner.decode_python(kept.item, kept.content)
+
+
+def reads_parts(reader: StorageReader) -> bool:
+    """Whether a plan may be read in parts: by ray_dcp's reader, or torch's, of which nobody has changed that."""
+    return type(reader).read_data in (StoreReader.read_data, FileSystemReader.read_data)
+
+
+def _all_of(unsafe: Sequence[UnsafeDataError]) -> UnsafeDataError:
+    first, *rest = sorted(unsafe, key=lambda error: error.fqn)
+    if not rest:
+        return first
+    others = joined([error.fqn for error in rest])
+    error = UnsafeDataError(f"{first}. The same goes for {others}", file=first.file)
+    error.fqn = first.fqn
+    return error
+
+
+class _PythonValuesLater(KeepsRecords):
+    """The planner as the reader sees it: tensors go to the real one, Python values are kept for later."""
+
+    def __init__(self, planner: LoadPlanner, kept_back: list[_Kept], checkpoint_id: str) -> None:
+        self._planner = planner
+        self._kept_back = kept_back
+        self._checkpoint_id = checkpoint_id
+
+    def keep_record(self, item: ReadItem, record: bytes, file: str) -> None:
+        self._kept_back.append(_Kept(item, record, file))
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        file = getattr(value, "name", self._checkpoint_id)
+        self.keep_record(read_item, value.getvalue()[value.tell() :], file)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Any:
+        return self._planner.resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
+        self._planner.commit_tensor(read_item, tensor)
+        reached(Point.MID_READ)
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self._planner.set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> LoadPlan:
+        return self._planner.create_local_plan()
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return self._planner.create_global_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return self._planner.finish_plan(central_plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+
+__all__ = ["PythonValues", "reads_parts"]

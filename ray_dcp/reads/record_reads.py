@@ -1,0 +1,307 @@
+"""How one record is read: which bytes, and what is done with them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import zipfile
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.format.checksums import crc32
+from ray_dcp.format.manifest import Entry, EntryTable
+from ray_dcp.format.metadata_file import decode_python
+from ray_dcp.format.names import BLOCK_NBYTES
+from ray_dcp.format.torch_record import find_payload
+from ray_dcp.format.zip_record import LOCAL_SIGNATURE, NotARecordError
+from ray_dcp.reads.boxes import read_box
+from ray_dcp.reads.checkpoint_files import MISSING, CheckpointFiles
+from ray_dcp.reads.chunk import (
+    Box,
+    LargeRead,
+    StoredChunk,
+    is_direct,
+    plain_rows,
+    put_small,
+    require_consistent,
+)
+from ray_dcp.reads.engine import Lane, ReadShape
+
+_FOLDER = 1 << 4
+"""In the attributes of a zip entry."""
+
+
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+class WantedRecord(NamedTuple):
+    """A record and what a rank wants of it; a tuple, since a rank may want tens of thousands."""
+
+    key: str
+    offset: int
+    """Of the bytes that hold the value: the payload where the manifest says where that is, else the whole record."""
+    nbytes: int
+    items: Sequence[ReadItem]
+    info: _StorageInfo | None
+    """Where torch wrote the checkpoint."""
+    table: EntryTable | None
+    """Where the manifest says more: of each record, ..."""
+    number: int
+    """... of this one in this row; -1 where it does not."""
+
+    @property
+    def entry(self) -> Entry | None:
+        """What the manifest says, made anew each time."""
+        return None if self.table is None else self.table[self.number]
+
+    @property
+    def fqn(self) -> str:
+        return self.items[0].storage_index.fqn
+
+
+class RecordReads:
+    """Of one checkpoint. ``tensors`` is what its metadata says of each name."""
+
+    def __init__(self, files: CheckpointFiles, tensors: dict[str, Any], *, shape: ReadShape, unchecked: bool) -> None:
+        self._files = files
+        self._tensors = tensors
+        self._shape = shape
+        self._unchecked = unchecked
+
+    def use_run(
+        self,
+        run: Sequence[WantedRecord],
+        targets_of: Sequence[Sequence[torch.Tensor] | None],
+        held: memoryview,
+        address: int,
+    ) -> list[bytes]:
+        """Fill the targets of each record from ``held``, the run's bytes, which lie at ``address``.
+
+        There is one for each item; None for a Python object, of all of which the checked records are returned.
+        """
+        start = run[0].offset
+        python = []
+        for record, targets in zip(run, targets_of, strict=True):
+            at, table = record.offset - start, record.table
+            content = held[at : at + record.nbytes]
+            if targets is None:
+                python.append(self._checked_python(record, content))
+            elif table is None or not self._is_all_of(record, table, targets):
+                self._use_small(record, targets, content)
+            elif crc32(content) == table.block_crcs[record.number][0]:
+                # Several times as quick as making a view of such a small tensor.
+                ctypes.memmove(targets[0].data_ptr(), address + at, record.nbytes)
+            else:
+                raise self._chunk(table[record.number], _boxes(record, targets)).damaged(0, record.nbytes)
+        return python
+
+    def _is_all_of(self, wanted: WantedRecord, table: EntryTable, targets: Sequence[torch.Tensor]) -> bool:
+        """Whether a target takes a small chunk as it is: what most small reads are for."""
+        number, target = wanted.number, targets[0]
+        return (
+            len(targets) == 1
+            and target.shape == table.sizes[number]
+            and target.nbytes == wanted.nbytes
+            and len(table.block_crcs[number]) == 1
+            and not self._unchecked
+            and _DTYPES.get(table.dtypes[number] or "") is target.dtype
+            and is_direct(target, target.dtype)
+        )
+
+    def _use_small(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: memoryview) -> None:
+        boxes = _boxes(wanted, targets)
+        if wanted.table is not None:
+            chunk = self._chunk(wanted.table[wanted.number], boxes)
+            put_small(chunk, boxes, content)
+            return
+        found = self._payload_of_torch(wanted, lambda offset, nbytes: bytes(content[offset : offset + nbytes]))
+        if found is None:
+            self._load_with_torch(wanted, targets, bytes(content))
+            return
+        require_consistent(found, boxes)
+        start = found.offset - wanted.offset
+        put_small(found, boxes, content[start : start + found.nbytes])
+
+    def large_read(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> Callable[[Lane], int]:
+        """What fills ``targets`` from the blocks that hold them, and returns how many bytes it read."""
+        if wanted.table is None:
+            return functools.partial(self._read_torch_record, wanted, targets)
+        boxes = _boxes(wanted, targets)
+        chunk = self._chunk(wanted.table[wanted.number], boxes)
+        direct = LargeRead.of(chunk, boxes, self._shape.unit_nbytes, self._shape.piece_nbytes)
+        if direct is None:
+            return functools.partial(self._read_boxes, wanted, chunk, boxes)
+        return functools.partial(self._run, direct, wanted)
+
+    def _run(self, direct: LargeRead, wanted: WantedRecord, lane: Lane) -> int:
+        try:
+            return direct.run(lane.file(self._files, wanted.key), lane.memory)
+        except MISSING as error:
+            chunk = direct.chunk
+            raise self._files.damaged(error, wanted.key, wanted.fqn, chunk.offset, chunk.nbytes) from error
+
+    def _read_boxes(self, wanted: WantedRecord, chunk: StoredChunk, boxes: Sequence[Box], _: Lane) -> int:
+        get_verified = functools.partial(self._get_verified, wanted, chunk)
+        return sum(read_box(get_verified, chunk, box) for box in boxes)
+
+    def _read_torch_record(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], lane: Lane) -> int:
+        """Where the payload lies only the record itself says."""
+        get = functools.partial(self._files.get, wanted.key, wanted.fqn)
+        chunk = self._payload_of_torch(wanted, lambda offset, nbytes: get(wanted.offset + offset, nbytes))
+        if chunk is not None:
+            boxes = _boxes(wanted, targets)
+            require_consistent(chunk, boxes)
+            direct = LargeRead.of(chunk, boxes, self._shape.unit_nbytes, self._shape.piece_nbytes)
+            if direct is not None:
+                return self._run(direct, wanted, lane)
+        content = get(wanted.offset, wanted.nbytes)
+        self._load_with_torch(wanted, targets, content)
+        return len(content)
+
+    def passing(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> tuple[StoredChunk, list[Box]] | None:
+        """Chunk and boxes, where bytes that pass in order can be put straight into ``targets``; else None."""
+        if wanted.table is None:
+            return None
+        boxes = _boxes(wanted, targets)
+        chunk = self._chunk(wanted.table[wanted.number], boxes)
+        return (chunk, boxes) if all(_is_in_rows(chunk, box) for box in boxes) else None
+
+    def read_blocks(self, entry: Entry, start: int, into: memoryview) -> None:
+        """Fill ``into`` with what follows ``start`` in the payload of a tensor, checked; from block to block."""
+        self._files.fill(entry.file, entry.fqn, entry.payload_offset + start, [into])
+        self._as_chunk(entry, torch.uint8, (entry.payload_nbytes,)).verify(into, start)
+
+    def _checked_python(self, wanted: WantedRecord, content: memoryview) -> bytes:
+        """The record of a Python object, as it was written."""
+        record, table = bytes(content), wanted.table
+        if table is None:
+            record = _transformed(wanted.info, record)
+            self._verify_zip(record, wanted)
+        elif len(record) > BLOCK_NBYTES or self._unchecked or table.block_crcs[wanted.number] != (crc32(record),):
+            entry = table[wanted.number]
+            self._as_chunk(entry, torch.uint8, (entry.payload_nbytes,)).verify(content)
+        return record
+
+    def _chunk(self, entry: Entry, boxes: Sequence[Box]) -> StoredChunk:
+        dtype = getattr(torch, entry.dtype or "", None)
+        if not isinstance(dtype, torch.dtype):
+            file = self._files.shown(entry.file)
+            raise CorruptCheckpointError(f"the manifest gives it the dtype {entry.dtype!r}", file=file, fqn=entry.fqn)
+        chunk = self._as_chunk(entry, dtype, tuple(entry.sizes or ()))
+        require_consistent(chunk, boxes)
+        return chunk
+
+    def _as_chunk(self, entry: Entry, dtype: torch.dtype, sizes: tuple[int, ...]) -> StoredChunk:
+        crcs = None if self._unchecked else entry.block_crcs
+        file = self._files.shown(entry.file)
+        return StoredChunk(entry.fqn, file, entry.payload_offset, entry.payload_nbytes, dtype, sizes, crcs)
+
+    def _payload_of_torch(self, wanted: WantedRecord, read: Callable[[int, int], bytes]) -> StoredChunk | None:
+        described = self._tensors.get(wanted.fqn)
+        if (wanted.info and wanted.info.transform_descriptors) or not isinstance(described, TensorStorageMetadata):
+            return None
+        try:
+            sizes = _chunk_sizes(described, wanted.items[0].storage_index)
+            found = find_payload(read, wanted.nbytes, described.properties.dtype, sizes)
+        except NotARecordError as error:
+            raise self._damaged(wanted, str(error)) from error
+        if found is None:
+            return None
+        return StoredChunk(
+            wanted.fqn, self._files.shown(wanted.key), wanted.offset + found.offset, found.nbytes,
+            described.properties.dtype, sizes, None, found.crc,
+        )  # fmt: skip
+
+    def _get_verified(self, wanted: WantedRecord, chunk: StoredChunk, start: int, nbytes: int) -> bytes:
+        content = self._files.get(wanted.key, chunk.fqn, chunk.offset + start, nbytes)
+        chunk.verify(memoryview(content), start)
+        return content
+
+    def _load_with_torch(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: bytes) -> None:
+        """For what torch alone can read: by the record's own zip CRCs, with its restricted unpickler."""
+        file = self._files.shown(wanted.key)
+        record = _transformed(wanted.info, content)
+        self._verify_zip(record, wanted)
+        loaded = decode_python(io.BytesIO(record), file=file, fqn=wanted.fqn, trusted=False)
+        if not isinstance(loaded, torch.Tensor):
+            raise CorruptCheckpointError(
+                f"holds a {type(loaded).__name__} instead of a tensor", file=file, fqn=wanted.fqn
+            )
+        described = self._tensors.get(wanted.fqn)
+        if isinstance(described, TensorStorageMetadata):
+            sizes = _chunk_sizes(described, wanted.items[0].storage_index)
+            if tuple(loaded.shape) != sizes:  # copying would stretch a dimension of size 1
+                raise CorruptCheckpointError(
+                    f"holds a tensor of shape {tuple(loaded.shape)}, the metadata says {sizes}",
+                    file=file,
+                    fqn=wanted.fqn,
+                )
+        for item, target in zip(wanted.items, targets, strict=True):
+            target.copy_(narrow_tensor_by_index(loaded, item.storage_offsets, item.lengths))
+
+    def _verify_zip(self, content: bytes, wanted: WantedRecord) -> None:
+        """Raise when a zip entry fails its CRC.
+
+        Old pickles that are no zip file have none to check, nor has what torch wrote with its checksums turned off
+        (``torch.serialization.set_crc32_options(False)``): it then puts 0 for all of them.
+        """
+        try:
+            if not zipfile.is_zipfile(io.BytesIO(content)) and not content.startswith(LOCAL_SIGNATURE):
+                return
+            with zipfile.ZipFile(io.BytesIO(content)) as record:
+                has_checksums = any(stored.CRC for stored in record.infolist())
+                damaged = record.testzip() if has_checksums else None
+                # Of what is marked as a folder torch reads nothing, and unpickles whatever its memory held before.
+                damaged = damaged or next((e.filename for e in record.infolist() if e.external_attr & _FOLDER), None)
+        except Exception as error:  # noqa: BLE001 - a damaged method leads into zlib, lzma or bz2, each with its own
+            damaged = str(error) or type(error).__name__
+        if damaged:
+            raise self._damaged(wanted, damaged)
+
+    def _damaged(self, wanted: WantedRecord, why: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"stored bytes fail their checksum ({why})",
+            file=self._files.shown(wanted.key),
+            fqn=wanted.fqn,
+            offset=wanted.offset,
+            nbytes=wanted.nbytes,
+        )
+
+
+def _boxes(wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> list[Box]:
+    return [Box(tuple(item.storage_offsets), target) for item, target in zip(wanted.items, targets, strict=True)]
+
+
+def _is_in_rows(chunk: StoredChunk, box: Box) -> bool:
+    target = box.target
+    in_order = target.layout == torch.strided and target.is_contiguous() and not (target.is_conj() or target.is_neg())
+    return not target.numel() or (in_order and plain_rows(chunk, box) is not None)
+
+
+def _chunk_sizes(described: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
+    """Of the stored chunk that ``index`` names; its position is a hint."""
+    if index.index is not None and index.index < len(described.chunks):
+        chunk = described.chunks[index.index]
+        if chunk.offsets == index.offset:
+            return tuple(chunk.sizes)
+    return next((tuple(chunk.sizes) for chunk in described.chunks if chunk.offsets == index.offset), ())
+
+
+def _transformed(info: _StorageInfo | None, content: bytes) -> bytes:
+    """``content`` as it was before the writer's stream transforms (torch's ``_extensions``), if any."""
+    if info is None or not info.transform_descriptors:
+        return content
+    stream: Any = io.BytesIO(content)
+    for extension in ExtensionRegistry().from_descriptor_list(info.transform_descriptors):
+        if isinstance(extension, StreamTransformExtension):
+            stream = extension.transform_from(stream)
+    return bytes(stream.read())

@@ -1,0 +1,260 @@
+"""A folder of safetensors files as a checkpoint: DCP's metadata and a manifest, made from the files' headers.
+
+Both what Hugging Face's libraries write (one file, or several with an index) and what torch's
+``HuggingFaceStorageWriter`` writes, whose headers may say where in the whole tensor a chunk lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError, ObjectTooShortError
+from ray_dcp.format.manifest import Entry, Manifest, encode_manifest, metadata_digest
+from ray_dcp.format.metadata_file import encode_metadata
+from ray_dcp.format.safetensors_header import Header, has_dtype, parse_json_object, read_header
+from ray_dcp.planning.values.flat import NO_WORD
+from ray_dcp.store.location.urls import join_url
+from ray_dcp.store.store import Store, StoredObject
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_SHARDING = "DCP_SHARDING_INFO"
+"""In the header's texts: JSON, where in its whole tensor each chunk starts. Torch's word."""
+_OFFSETS = "saved_offsets"
+_MAX_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFolder:
+    """What the files' headers say: ``.metadata`` and manifest, as they would be on disk."""
+
+    metadata: bytes
+    manifest: bytes
+
+
+def find_safetensors(store: Store, only: str = "") -> FoundFolder | None:
+    """Read the headers of the safetensors files directly in ``store``; None where there are none.
+
+    The files are those that the index names; without an index ``model.safetensors``, or else all there are. With
+    ``only`` it is that file. Raises ``CorruptCheckpointError`` where a header is wrong, where index and files differ
+    in names, and where a tensor's chunks are not a whole.
+    """
+    held = {one.key: one for one in store.list() if "/" not in one.key}
+    index = "" if only else _index_of(store, held)
+    if index:
+        weight_map = _read_index(store, index)
+        files = sorted(set(weight_map.values()))
+    else:
+        weight_map = {}
+        files = [only] if only else _files_of(held)
+        if not files:
+            return None
+    if absent := [file for file in files if file not in held]:
+        names = sorted(name for name, file in weight_map.items() if file in absent)
+        raise CorruptCheckpointError(
+            f"{', '.join(absent)} is missing, which {index or 'the folder'} says holds {_few(names) or 'its tensors'}",
+            file=join_url(store.url, absent[0]),
+        )
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(files) or 1)) as pool:
+        headers = dict(zip(files, pool.map(lambda file: _header_of(store, held[file]), files), strict=True))
+    if index:
+        _require_as_indexed(store, index, weight_map, headers)
+    entries = [entry for file, header in headers.items() for entry in _entries(store, file, header)]
+    metadata = encode_metadata(_metadata(store, entries))
+    created = max((held[file].modified for file in files), default=0.0)
+    manifest = Manifest(entries, 1, "", metadata_digest(metadata), created, versions={})
+    return FoundFolder(metadata, encode_manifest(manifest))
+
+
+def _index_of(store: Store, held: Mapping[str, StoredObject]) -> str:
+    """The index that says which files belong together; "" for none."""
+    found = sorted(key for key in held if key.endswith(INDEX_SUFFIX))
+    if INDEX in found:
+        return INDEX
+    if len(found) > 1:
+        raise CorruptCheckpointError(
+            f"{', '.join(found)}: several models in one folder; move each to a folder of its own", file=store.url
+        )
+    return found[0] if found else ""
+
+
+def _files_of(held: Mapping[str, StoredObject]) -> list[str]:
+    return [ONE_FILE] if ONE_FILE in held else sorted(key for key in held if key.endswith(SUFFIX))
+
+
+def _read_index(store: Store, index: str) -> dict[str, str]:
+    file = join_url(store.url, index)
+    weight_map = parse_json_object(store.get(index), what="the index", file=file).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CorruptCheckpointError("the index has no weight_map", file=file)
+    for name, key in weight_map.items():
+        if not isinstance(key, str):
+            raise CorruptCheckpointError(f"the index gives {key!r} as its file", file=file, fqn=name)
+    return weight_map
+
+
+def _require_as_indexed(store: Store, index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
+    """Index and files name the same tensors, and the same file for each."""
+    in_files = {(tensor.name, file) for file, header in headers.items() for tensor in header.tensors}
+    if lacking := sorted(weight_map.items() - in_files):
+        raise CorruptCheckpointError(
+            f"the index names {_few([f'{name} in {file}' for name, file in lacking])}, which the files lack",
+            file=join_url(store.url, index),
+            fqn=lacking[0][0],
+        )
+    if unnamed := sorted(in_files - weight_map.items()):
+        raise CorruptCheckpointError(
+            f"the index lacks {_few([f'{name} in {file}' for name, file in unnamed])}, which the files hold",
+            file=join_url(store.url, index),
+            fqn=unnamed[0][0],
+        )
+
+
+def _header_of(store: Store, stored: StoredObject) -> Header:
+    file = join_url(store.url, stored.key)
+
+    def read(offset: int, nbytes: int) -> bytes:
+        return store.get(stored.key, offset, nbytes)
+
+    try:
+        return read_header(read, stored.nbytes, file=file)
+    except (ObjectTooShortError, ObjectNotFoundError) as error:
+        raise CorruptCheckpointError("it has changed while it was read", file=file) from error
+
+
+def _entries(store: Store, file: str, header: Header) -> list[Entry]:
+    starts = _chunk_starts(store, file, header)
+    return [
+        Entry(
+            fqn=tensor.name,
+            offsets=starts.get(tensor.name, (0,) * len(tensor.shape)),
+            sizes=tensor.shape,
+            dtype=tensor.dtype,
+            file=file,
+            record_offset=tensor.offset,
+            record_nbytes=tensor.nbytes,
+            payload_offset=tensor.offset,
+            payload_nbytes=tensor.nbytes,
+            block_crcs=(),
+            rank=0,
+        )
+        for tensor in header.tensors
+    ]
+
+
+def _chunk_starts(store: Store, file: str, header: Header) -> dict[str, tuple[int, ...]]:
+    """Where each tensor of the file starts in its whole one, where the header says so."""
+    text = header.texts.get(_SHARDING)
+    if text is None:
+        return {}
+    where = join_url(store.url, file)
+    described = parse_json_object(text.encode(), what=f"its {_SHARDING}", file=where)
+    starts = {}
+    for tensor in header.tensors:
+        chunk: Any = described.get(tensor.name)
+        offsets: Any = chunk.get(_OFFSETS) if isinstance(chunk, dict) else None
+        right = isinstance(offsets, list) and len(offsets) == len(tensor.shape)
+        if not right or not all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets):
+            raise CorruptCheckpointError(f"its {_SHARDING} has the {_OFFSETS} {offsets!r}", file=where, fqn=tensor.name)
+        starts[tensor.name] = tuple(offsets)
+    return starts
+
+
+def _metadata(store: Store, entries: Sequence[Entry]) -> Metadata:
+    by_name: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        by_name[entry.fqn].append(entry)
+    return Metadata(
+        state_dict_metadata={fqn: _whole(store, chunks) for fqn, chunks in by_name.items()},
+        planner_data={fqn: (fqn,) for fqn in by_name},
+        storage_data={
+            MetadataIndex(entry.fqn, torch.Size(entry.offsets or ())): _StorageInfo(
+                entry.file, entry.record_offset, entry.record_nbytes
+            )
+            for entry in entries
+        },
+        storage_meta=StorageMeta(checkpoint_id=store.url),
+        version=CURRENT_DCP_VERSION,
+    )
+
+
+def _whole(store: Store, chunks: Sequence[Entry]) -> TensorStorageMetadata:
+    first = chunks[0]
+    for chunk in chunks:
+        if (chunk.dtype, len(chunk.sizes or ())) != (first.dtype, len(first.sizes or ())):
+            raise CorruptCheckpointError(
+                f"{chunk.dtype} of shape {chunk.sizes} here, {first.dtype} of shape {first.sizes} in {first.file}",
+                file=join_url(store.url, chunk.file),
+                fqn=chunk.fqn,
+            )
+    boxes = [(chunk.offsets or (), chunk.sizes or ()) for chunk in chunks]
+    ends = [[start + length for start, length in zip(*box, strict=True)] for box in boxes]
+    size = tuple(max(along) for along in zip(*ends, strict=True))
+    _require_tiled(store, chunks, size)
+    return TensorStorageMetadata(
+        TensorProperties(dtype=getattr(torch, first.dtype or "") if has_dtype(first.dtype or "") else NO_WORD),
+        torch.Size(size),
+        [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes],
+    )
+
+
+def _require_tiled(store: Store, chunks: Sequence[Entry], size: tuple[int, ...]) -> None:
+    """The chunks lie apart and leave no hole, so the tensor has one value everywhere."""
+    repeated = len({(chunk.offsets, chunk.sizes) for chunk in chunks}) < len(chunks)
+    overlapping = chunks[-1] if repeated else _first_overlap(chunks, len(size))
+    if overlapping is not None:
+        files = ", ".join(sorted({chunk.file for chunk in chunks}))
+        raise CorruptCheckpointError(
+            f"more than one file holds it, or one part of it ({files}), and a folder is read as one model",
+            file=join_url(store.url, overlapping.file),
+            fqn=overlapping.fqn,
+        )
+    missing = math.prod(size) - sum(math.prod(chunk.sizes or ()) for chunk in chunks)
+    if missing:
+        raise CorruptCheckpointError(
+            f"{missing} of {math.prod(size)} elements lie in no file: is one of the files missing?",
+            file=store.url,
+            fqn=chunks[0].fqn,
+        )
+
+
+def _first_overlap(chunks: Sequence[Entry], num_dims: int) -> Entry | None:
+    """A chunk that shares an element with another one. Sweeps along the dimension that tells most of them apart."""
+    held = [chunk for chunk in chunks if math.prod(chunk.sizes or ())]
+    if not num_dims or len(held) < 2:
+        return held[1] if len(held) > 1 else None
+    starts, sizes = [chunk.offsets or () for chunk in held], [chunk.sizes or () for chunk in held]
+    sweep = max(range(num_dims), key=lambda dim: len({start[dim] for start in starts}))
+    active: list[int] = []
+    for number in sorted(range(len(held)), key=lambda number: starts[number][sweep]):
+        active = [other for other in active if starts[other][sweep] + sizes[other][sweep] > starts[number][sweep]]
+        for other in active:
+            along = zip(starts[number], sizes[number], starts[other], sizes[other], strict=True)
+            if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in along):
+                return held[number]
+        active.append(number)
+    return None
+
+
+def _few(names: Sequence[str], most: int = 5) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,204 @@
+"""A rank's part in what the ranks of its node read for each other; see ``planning/node_sharing.py``.
+
+Window after window: read and check my part, take mine from all parts. One window is read ahead, into the other half of
+the segment, so that ranks seldom wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import uuid
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from ray_dcp.format.checksums import crc32
+from ray_dcp.format.names import BLOCK_NBYTES
+from ray_dcp.planning.node_sharing import (
+    NUM_HALVES,
+    NodeShare,
+    Piece,
+    ShareOffer,
+    ShareRules,
+    Want,
+    pack_wants,
+    segment_nbytes,
+    windows_of,
+)
+from ray_dcp.progress import advance
+from ray_dcp.reads.checkpoint import OpenedCheckpoint
+from ray_dcp.reads.chunk import Box, StoredChunk, plain_rows
+from ray_dcp.reads.engine import Lane, ReadShape, Task, finished
+from ray_dcp.reads.rows import Rows, put_elements
+from ray_dcp.reads.sharing.segment import Counter, SharedSegment, Sharing, remove_stale
+from ray_dcp.store.local import LocalStore
+from ray_dcp.store.memory import MemoryStore
+from ray_dcp.store.store import Store
+
+logger = logging.getLogger(__name__)
+
+ReadBlocks = Callable[[int, int, memoryview], None]
+"""(number of an entry, start in its payload, buffer): fill it with checked bytes from there on; whole blocks."""
+
+
+def share_rules(store: Store) -> ShareRules:
+    """Two ranks read a local file each from the page cache sooner than they exchange it."""
+    if isinstance(store, LocalStore | MemoryStore):
+        return ShareRules(min_repeats=3, rank_nbytes=4 * BLOCK_NBYTES)
+    return ShareRules(min_repeats=1.5, rank_nbytes=16 * BLOCK_NBYTES)
+
+
+def offer_of(wants: Sequence[Want], sharing: Sharing, store: Store, opened: OpenedCheckpoint) -> ShareOffer | None:
+    """What a rank offers that has ``opened`` a checkpoint; None where it can share memory with nobody."""
+    memory = sharing.memory()
+    if memory is None:
+        return None
+    # An entry's number means the same to those who have the same manifest.
+    return ShareOffer(
+        f"{memory}:{opened.checkpoint_id}:{crc32(opened.manifest or b''):08x}",
+        sharing.free_nbytes(),
+        uuid.uuid4().hex,
+        share_rules(store),
+        pack_wants(wants),
+    )
+
+
+def want_of(number: int, chunk: StoredChunk, boxes: Iterable[Box]) -> Want | None:
+    """The blocks of a chunk that ``boxes`` need; None where they are not one run."""
+    unit = BLOCK_NBYTES // chunk.dtype.itemsize
+    of_boxes = [rows for box in boxes if (rows := plain_rows(chunk, box)) is not None]
+    # Gaps of a block or more between two rows are not read.
+    if not of_boxes or any(rows.num > 1 and rows.stride - rows.width >= unit for rows in of_boxes):
+        return None
+    runs = sorted((rows.first // unit, -(-rows.end // unit)) for rows in of_boxes)
+    end = runs[0][1]
+    for first, until in runs[1:]:
+        if first > end:
+            return None
+        end = max(end, until)
+    return Want(number, chunk.nbytes, runs[0][0], end)
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """What is taken of a chunk whose bytes pass in a segment."""
+
+    dtype: torch.dtype
+    rows: Sequence[tuple[Rows, torch.Tensor]]
+    """And what they go to, of shape (number of rows, width)."""
+
+    @classmethod
+    def of(cls, chunk: StoredChunk, boxes: Iterable[Box]) -> Passing:
+        """Targets of ``boxes`` are contiguous; they may be of another dtype, or on another device."""
+        rows = [(rows, box.target.view(rows.num, rows.width)) for box in boxes if (rows := plain_rows(chunk, box))]
+        return cls(chunk.dtype, rows)
+
+    def touches(self, piece: Piece) -> bool:
+        """Whether something of ``piece`` may be wanted."""
+        size = self.dtype.itemsize
+        return any(rows.first * size < piece.end and piece.start < rows.end * size for rows, _ in self.rows)
+
+    def take(self, piece: Piece, content: torch.Tensor) -> None:
+        """``content``: the piece's bytes, flat uint8."""
+        for rows, target in self.rows:
+            put_elements(rows, target, content.view(self.dtype), piece.start // self.dtype.itemsize)
+
+
+class SharedReads:
+    """One rank's part. ``nbytes_read`` counts what it has read from the store, also where it fails."""
+
+    def __init__(self, share: NodeShare, rank: int, sharing: Sharing, read: ReadBlocks, shape: ReadShape) -> None:
+        self._share = share
+        self._slot = share.members.index(rank)
+        self._sharing = sharing
+        self._read_blocks = read
+        self._shape = shape
+        self._left = Counts[int]()
+        """Bytes of each record that have not passed."""
+        for run in share.runs:
+            self._left[run.number] += run.payload_nbytes
+        self.nbytes_read = 0
+
+    def fill(self, targets: Mapping[int, Passing]) -> list[int]:
+        """Take what is wanted, by entry number; the numbers of those that are filled.
+
+        The others are to be read from the store: there was no room, or another rank has failed or stands still.
+        Raises what reading raises.
+        """
+        if not self._slot:
+            remove_stale(self._sharing.folder)
+        try:
+            segment = SharedSegment(
+                self._sharing,
+                self._share.token,
+                num_members=len(self._share.members),
+                slot=self._slot,
+                nbytes=segment_nbytes(self._share),
+            )
+        except OSError as error:
+            logger.info("reads are not shared with the other ranks of this node: %s", error)
+            return []
+        with segment:
+            if not self._pass_all(segment, targets):
+                logger.info("other ranks of this node have failed or stand still; what they were to read is read here")
+        return [number for number in targets if not self._left[number]]
+
+    def _pass_all(self, segment: SharedSegment, targets: Mapping[int, Passing]) -> bool:
+        """Whether it went on to the end."""
+        before: tuple[Piece, ...] | None = None
+        number = 0
+        for number, window in enumerate(windows_of(self._share)):
+            goes_on = segment.everyone_reaches(Counter.TAKEN, number + 1 - NUM_HALVES)
+            if goes_on:
+                self._read(segment, number, window)
+            if before is None:
+                goes_on = goes_on and segment.everyone_reaches(Counter.SIGNS, 1)
+                if goes_on:
+                    segment.unlink()
+            elif not self._take(segment, number - 1, before, targets):
+                return False
+            if not goes_on:
+                return False
+            before = window
+        return before is None or self._take(segment, number, before, targets)
+
+    def _read(self, segment: SharedSegment, number: int, window: Sequence[Piece]) -> None:
+        """Read and check this member's pieces, and say so."""
+        start = number % NUM_HALVES * self._share.window_nbytes
+        tasks = []
+        for piece in window:
+            for at in range(0, piece.nbytes, self._shape.unit_nbytes) if piece.slot == self._slot else ():
+                nbytes = min(self._shape.unit_nbytes, piece.nbytes - at)
+                read = functools.partial(self._read_part, piece, at, segment.part(start + piece.at + at, nbytes))
+                tasks.append(Task(read, None))
+        with closing(finished(tasks, self._shape.num_in_flight)) as ended:
+            for _, nbytes in ended:
+                self.nbytes_read += nbytes
+                segment.sign()
+        segment.tell(Counter.READ, number + 1)
+
+    def _read_part(self, piece: Piece, at: int, into: memoryview, lane: Lane) -> int:
+        self._read_blocks(piece.number, piece.start + at, into)
+        return len(into)
+
+    def _take(
+        self, segment: SharedSegment, number: int, window: Sequence[Piece], targets: Mapping[int, Passing]
+    ) -> bool:
+        """Fill targets from a window once it is there, and say so; False where it does not come."""
+        wanted = [piece for piece in window if piece.number in targets and targets[piece.number].touches(piece)]
+        if not segment.everyone_reaches(Counter.READ, number + 1, {piece.slot for piece in wanted}):
+            return False
+        start = number % NUM_HALVES * self._share.window_nbytes
+        for piece in wanted:
+            at = start + piece.at
+            targets[piece.number].take(piece, segment.memory[at : at + piece.nbytes])
+            segment.sign()
+            advance()
+        for piece in window:
+            self._left[piece.number] -= piece.nbytes
+        segment.tell(Counter.TAKEN, number + 1)
+        return True
