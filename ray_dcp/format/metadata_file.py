@@ -32,8 +32,8 @@ from ray_dcp.format.safe_pickle.metadata_rules import (
     without_reserving,
 )
 from ray_dcp.format.safe_pickle.portable_pickle import member_by_value
+from ray_dcp.format.scalar_record import NotAScalarError, read_scalar
 from ray_dcp.format.zip_record import LOCAL_SIGNATURE
-from ray_dcp.planning.values.python_record import NotAScalarError, read_scalar
 from ray_dcp.wording import first_line_of
 
 _LAYOUTS = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_dcp.format.scalar_record import NotAScalarError, read_scalar
 from ray_dcp.format.zip_record import frame_pickle
-from ray_dcp.planning.values.python_record import NotAScalarError, python_record, read_scalar
+from ray_dcp.planning.values.python_record import python_record
 
 scalars = st.none() | st.booleans() | st.integers() | st.integers(-300, 70_000) | st.floats() | st.text(max_size=20)
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from ray_dcp.format.checksums import crc32
 from ray_dcp.format.manifest import DifferingReplicas, ranks_by_value
+from ray_dcp.format.scalar_record import SCALARS
 from ray_dcp.planning.layouts import local_part
 from ray_dcp.planning.per_rank import is_per_rank_name
 from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
 from ray_dcp.planning.save_plan.value_digest import NoDigestError, scalar_digest, value_digest
-from ray_dcp.planning.values.python_record import SCALARS
 from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, ReplicaCheck
 from ray_dcp.staging.host_pieces import flat, small_content, tensor_memory
 

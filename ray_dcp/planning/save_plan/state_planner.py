@@ -24,6 +24,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ray_dcp.errors import StateDictError
+from ray_dcp.format.scalar_record import SCALARS
 from ray_dcp.planning.layouts import WriteLayouts, is_freed, local_part
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import OneRanksValue, PerRank, is_per_rank_name, per_rank_fqn
@@ -31,7 +32,7 @@ from ray_dcp.planning.save_plan.global_plan import GlobalTable, plan_tables
 from ray_dcp.planning.save_plan.plan_table import PlanTable, Ties
 from ray_dcp.planning.values.flat import LEAVES, flat_state, unstorable_names
 from ray_dcp.planning.values.foreign_classes import warn_of_foreign
-from ray_dcp.planning.values.python_record import SCALARS, python_record
+from ray_dcp.planning.values.python_record import python_record
 from ray_dcp.planning.values.survey import IN_ONE_RANK, HiddenPartError, Survey
 from ray_dcp.planning.values.ties import SeenMemory
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ray_dcp.format.checksums import crc32
-from ray_dcp.planning.values.python_record import SCALARS
+from ray_dcp.format.scalar_record import SCALARS
 from ray_dcp.staging.host_pieces import host_pieces
 
 _MARSHAL_VERSION = 2

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from ray_dcp.errors import UnsafeDataError
 from ray_dcp.format.metadata_file import decode_python
+from ray_dcp.format.scalar_record import NotAScalarError, scalar_of
 from ray_dcp.planning.template.template_planner import TemplatePlanner
-from ray_dcp.planning.values.python_record import NotAScalarError, scalar_of
 from ray_dcp.progress import Progress
 from ray_dcp.protocol.rank.plugin_progress import CountingPlanner
 from ray_dcp.reads.reader import StoreReader
