@@ -1,73 +1,54 @@
-"""``StoreWriter``: DCP's ``StorageWriter`` on a ``Store``, and the one place where a checkpoint is committed.
+"""``StoreWriter``: DCP's ``StorageWriter`` on a ``Store``.
 
-Shard files, then the manifest, then ``.metadata``. Every save writes under names of its own (the attempt), so
-nothing that is committed is touched; putting ``.metadata`` is the only step that readers see.
+Every save writes under names of its own (the attempt), so nothing that is committed is touched. What each rank writes
+is in ``shard_file``, the commit in ``commit``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
-import math
 import os
 import time
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ray_dcp.errors import (
-    CorruptCheckpointError,
-    FormatVersionError,
-    ObjectNotFoundError,
     StateDictError,
-    StoreError,
-    SupersededError,
 )
 from ray_dcp.format.manifest import (
     DifferingReplicas,
     EntryTable,
     Manifest,
-    decode_facts,
     encode_manifest,
     metadata_digest,
 )
 from ray_dcp.format.metadata_file import encode_metadata
 from ray_dcp.format.metrics import json_values
 from ray_dcp.format.names import (
-    MANIFEST,
     METADATA,
     ShardFile,
-    attempt_order,
-    is_newer,
     new_attempt,
-    parse_shard_file,
     require_step,
 )
-from ray_dcp.format.zip_record import MAX_ROW_PAYLOAD_NBYTES
-from ray_dcp.planning.save_plan.plan_table import Key
-from ray_dcp.planning.save_plan.state_planner import tensor_problem
 from ray_dcp.planning.values.containers import Containers
-from ray_dcp.planning.values.ties import ties_of
 from ray_dcp.store.local import without_sync
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import shown_url
 from ray_dcp.store.open import open_store, opens
-from ray_dcp.store.store import Preallocates, Store, StoredObject
+from ray_dcp.store.store import Store
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.version import __version__
+from ray_dcp.write.commit import Commit, committed_by
 from ray_dcp.write.lazy_metadata import CommittedMetadata
-from ray_dcp.write.results import WrittenColumns, WrittenItems, as_written_items, entry_table, storage_data
-from ray_dcp.write.tensor_record import JoinedWrites, Row, TensorRecord, write_python
-
-_NUM_AHEAD = 64
-"""Items that are made ready at once; see ``TensorRecord``."""
+from ray_dcp.write.results import WrittenItems, as_written_items, entry_table, storage_data
+from ray_dcp.write.shard_file import write_shard_file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,19 +87,19 @@ class StoreWriter(StorageWriter):
         """Values of the save under way that ranks hold differently; kept with it."""
         self.containers: Containers | None = None
         """What the manifest says of the state dict's keys and kinds of dict; set before ``finish``."""
-        self._attempt = ""
-        self._world_size = 0
+        self._commit = Commit()
         self._planned: dict[Any, int] = {}
-        self._written_files: set[str] = set()
         self._written_key: str | None = None
-        self._given_up = False
-        self.may_have_committed = False
-        """Whether ``finish`` has come as far as putting ``.metadata``, whatever became of it."""
 
     @property
     def attempt(self) -> str:
         """Names the save that is under way, as its shard files do; empty before the first."""
-        return self._attempt
+        return self._commit.attempt
+
+    @property
+    def may_have_committed(self) -> bool:
+        """Whether ``finish`` has come as far as putting ``.metadata``, whatever became of it."""
+        return self._commit.may_have_happened
 
     @property
     def store(self) -> Store:
@@ -132,13 +113,12 @@ class StoreWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Name the attempt: on the coordinator rank, so that a coordinator that starts over goes on with the same."""
-        self._attempt = new_attempt() if is_coordinator else ""
-        self._given_up = self.may_have_committed = False
+        self._commit = Commit(new_attempt() if is_coordinator else "")
         self.differing = ()
         self.containers = None
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=shown_url(self.checkpoint_id), save_id=self._attempt or None)
+        return StorageMeta(checkpoint_id=shown_url(self.checkpoint_id), save_id=self.attempt or None)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -151,12 +131,8 @@ class StoreWriter(StorageWriter):
 
     def begin_attempt(self, world_size: int) -> list[ShardTarget]:
         """What ``prepare_global_plan`` tells each rank, in rank order."""
-        store = self.store
-        seen = _attempts_in(store, store.list())
-        if not self._attempt or any(is_newer(other, self._attempt) for other in seen):
-            self._attempt = new_attempt(seen)
-        self._world_size = world_size
-        return [ShardTarget(rank, self._attempt) for rank in range(world_size)]
+        self._commit.begin(self.store, world_size)
+        return [ShardTarget(rank, self.attempt) for rank in range(world_size)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into one new shard file, durable when this returns; no items, no file."""
@@ -165,13 +141,7 @@ class StoreWriter(StorageWriter):
         if plan.items:
             key = ShardFile(target.rank, 0, target.attempt).key
             self._written_key = key
-            repeats = _repeats(plan.items, planner)
-            columns = WrittenColumns(key, target.rank, len(plan.items))
-            with self.store.put_new(key) as file:
-                if isinstance(file, Preallocates):
-                    items = [item for number, item in enumerate(plan.items) if number not in repeats]
-                    file.preallocate(sum(map(_planned_nbytes, items)))
-                _write_items(JoinedWrites(file), plan.items, planner, columns, repeats)
+            columns = write_shard_file(self.store, key, target.rank, plan.items, planner)
             written = WrittenItems([item.index for item in plan.items], columns)
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)  # type: ignore[arg-type]  # to torch any sequence will do
@@ -194,41 +164,29 @@ class StoreWriter(StorageWriter):
         self._require_all_written(stored)
         metadata.storage_data = {item.index: item.storage_data for item in stored}
         entries = entry_table([written for of_rank in results for written in as_written_items(of_rank)])
-        self._commit(metadata, entries)
+        self._put(metadata, entries)
 
     def finish_columns(self, metadata: Metadata, written: Sequence[WrittenItems]) -> CommittedMetadata:
         """``finish`` for results by columns, all of them there; returns the metadata as it is stored."""
         reached(Point.BEFORE_MANIFEST)
         metadata.storage_data = storage_data(written)
-        return CommittedMetadata(self._commit(metadata, entry_table(written)), METADATA)
+        return CommittedMetadata(self._put(metadata, entry_table(written)), METADATA)
 
-    def _commit(self, metadata: Metadata, entries: EntryTable) -> bytes:
+    def _put(self, metadata: Metadata, entries: EntryTable) -> bytes:
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
-        self._written_files = set(entries.files)
         encoded = encode_metadata(metadata)
-        store = self.store
-        self.may_have_committed = _holds(store, METADATA, encoded)
-        if not self.may_have_committed:
-            store.put(MANIFEST, encode_manifest(self._manifest(entries, encoded)), last_look=self._require_newest)
-            reached(Point.BETWEEN_MANIFEST_AND_METADATA)
-            self.may_have_committed = True
-            store.put(METADATA, encoded, last_look=self._require_newest)
-        reached(Point.AFTER_METADATA)
+        self._commit.put(self.store, encoded, lambda: encode_manifest(self._manifest(entries, encoded)), entries.files)
         return encoded
 
     def committed(self, attempt: str) -> CommittedMetadata | None:
         """The metadata as it is stored, where it is this attempt's that is committed now."""
-        store = self.store
-        with suppress(ObjectNotFoundError, CorruptCheckpointError, FormatVersionError):
-            facts, encoded = decode_facts(store.get(MANIFEST), file=MANIFEST), store.get(METADATA)
-            if (facts.attempt, facts.metadata_digest) == (attempt, metadata_digest(encoded)):
-                return CommittedMetadata(encoded, METADATA)
-        return None
+        encoded = committed_by(self.store, attempt)
+        return None if encoded is None else CommittedMetadata(encoded, METADATA)
 
     def give_up(self) -> None:
         """Refuse to commit from now on, also in a ``finish`` that is under way in another thread."""
-        self._given_up = True
+        self._commit.give_up()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -245,25 +203,11 @@ class StoreWriter(StorageWriter):
                 [f"not written: {name}" for name in lacking] + [f"not planned: {name}" for name in unplanned],
             )
 
-    def _require_newest(self) -> None:
-        if self._given_up:
-            raise StoreError("this save was given up before its commit", url=self.checkpoint_id)
-        store = self.store
-        listed = store.list()
-        newest = max(_attempts_in(store, listed), key=attempt_order, default="")
-        if newest and is_newer(newest, self._attempt):
-            raise SupersededError(
-                checkpoint_id=self.checkpoint_id, attempt=self._attempt, newer=newest, world_size=self._world_size
-            )
-        # Somebody may have deleted a file of this attempt since it was written.
-        for key in sorted(self._written_files - {one.key for one in listed}):
-            store.get(key, 0, 0)  # it may only not be listed yet
-
     def _manifest(self, entries: EntryTable, encoded_metadata: bytes) -> Manifest:
         return Manifest(
             entries=entries,
-            world_size=self._world_size,
-            attempt=self._attempt,
+            world_size=self._commit.world_size,
+            attempt=self.attempt,
             metadata_digest=metadata_digest(encoded_metadata),
             created=time.time(),
             step=self.step,
@@ -271,117 +215,4 @@ class StoreWriter(StorageWriter):
             versions={"torch": torch.__version__, "ray_dcp": __version__},
             differing=self.differing,
             containers=self.containers,
-        )
-
-
-def _attempts_in(store: Store, listed: Sequence[StoredObject]) -> list[str]:
-    """The attempts that have shard files or the manifest there: a bucket's listing may show new files late."""
-    attempts = [shard.attempt for stored in listed if (shard := parse_shard_file(stored.key)) is not None]
-    # What cannot be read is about to be replaced.
-    with suppress(ObjectNotFoundError, CorruptCheckpointError, FormatVersionError):
-        attempts.append(decode_facts(store.get(MANIFEST), file=MANIFEST).attempt)
-    return attempts
-
-
-def _holds(store: Store, key: str, content: bytes) -> bool:
-    try:
-        return store.get(key) == content
-    except ObjectNotFoundError:
-        return False
-
-
-def _write_items(
-    sink: JoinedWrites,
-    items: Sequence[WriteItem],
-    planner: SavePlanner,
-    columns: WrittenColumns,
-    repeats: Mapping[int, int],
-) -> None:
-    """Write what is no repeat, in the order of ``_in_order``.
-
-    The planner is asked for an item when it is the next, as torch does it: it may make what it gives. Only one that
-    gives the state itself is asked for several, and out of its order.
-    """
-    in_place = getattr(planner, "resolves_in_place", False) is True
-    order = [number for number in _in_order(items, tiny_first=in_place) if number not in repeats]
-    written: dict[Hashable, int] = {}
-    row = Row()
-    num_ahead = _NUM_AHEAD if in_place else 1
-    for first in range(0, len(order), num_ahead):
-        numbers = order[first : first + num_ahead]
-        for number, value in zip(numbers, [_resolved(items[n], planner) for n in numbers], strict=True):
-            if isinstance(value, TensorRecord):
-                identity = value.identity
-                equal = number if identity is None else written.setdefault(identity, number)
-                if equal != number:
-                    columns.repeat(number, equal)
-                    continue
-                columns.put(number, value.write(sink, row, items[number].index.fqn), value.dtype, value.sizes)
-            else:
-                columns.put(number, write_python(sink, value.getbuffer()), None, None)
-            if number == order[0]:
-                reached(Point.MID_WRITE)
-    sink.flush()
-    for number, first_of_it in repeats.items():
-        columns.repeat(number, first_of_it)
-
-
-def _in_order(items: Sequence[WriteItem], *, tiny_first: bool) -> list[int]:
-    """Python objects in front: a reader of a whole file then gets what it needs for a decision early.
-
-    Then tiny tensors, those of one dtype and shape together: they share what their records begin with.
-    """
-    rows: dict[Hashable, int] = {}
-    places: dict[int, int] = {}
-    order = []
-    for item in items:
-        if item.type == WriteItemType.BYTE_IO:
-            order.append(0)
-            continue
-        data = item.tensor_data  # one object for many items
-        place = places.get(id(data))
-        if place is None:
-            is_tiny = tiny_first and data is not None and 0 < _planned_nbytes(item) <= MAX_ROW_PAYLOAD_NBYTES
-            kind = (data.properties.dtype, data.chunk.sizes) if is_tiny and data is not None else None
-            place = places[id(data)] = rows.setdefault(kind, len(rows) + 1) if is_tiny else len(items) + 1
-        order.append(place)
-    return sorted(range(len(items)), key=order.__getitem__)
-
-
-def _repeats(items: Sequence[WriteItem], planner: SavePlanner) -> dict[int, int]:
-    """Items whose memory an earlier one writes, and that one: a record is enough for both."""
-    ties = ties_of(planner)
-    first: dict[Key, int] = {}
-    repeats: dict[int, int] = {}
-    for number, item in enumerate(items) if ties else ():
-        key = item.index.fqn, item.index.offset
-        written = first.setdefault(ties.get(key, key), number)
-        if written != number:
-            repeats[number] = written
-    return repeats
-
-
-def _resolved(item: WriteItem, planner: SavePlanner) -> TensorRecord | io.BytesIO:
-    value = planner.resolve_data(item)
-    if isinstance(value, io.BytesIO):
-        return value
-    _require_as_planned(item, value)
-    return TensorRecord(value)
-
-
-def _planned_nbytes(item: WriteItem) -> int:
-    """Of its payload; 0 where the plan does not say."""
-    if item.tensor_data is None:
-        return 0
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def _require_as_planned(item: WriteItem, value: torch.Tensor) -> None:
-    problem = tensor_problem(value)
-    if problem:
-        raise StateDictError(f"{item.index.fqn}: {problem}")
-    if item.tensor_data is not None and value.shape != item.tensor_data.chunk.sizes:
-        raise StateDictError(
-            f"{item.index.fqn}: the planner resolved a tensor of shape {tuple(value.shape)}, "
-            f"the plan says {tuple(item.tensor_data.chunk.sizes)}"
         )

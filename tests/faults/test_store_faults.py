@@ -14,14 +14,14 @@ import uuid
 import pytest
 import torch
 
-import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards, PerRank
 from ray_dcp.catalog.listing import latest_checkpoint, list_checkpoints
 from ray_dcp.errors import StoreError, SupersededError
-from ray_dcp.format.names import METADATA, shard_files_named_in
+from ray_dcp.format.names import METADATA, new_attempt, shard_files_named_in
 from ray_dcp.maintenance.sweep.removal import delete_leftovers, plan_sweep
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.open import open_store
+from ray_dcp.write.commit import Commit
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.store.failing import Faults
 
@@ -228,14 +228,13 @@ def test_a_prune_that_fails_anywhere_deletes_nothing_that_is_needed_and_can_be_r
 def test_a_listing_that_lags_hides_no_commit_and_lets_no_older_save_win(tmp_path, lag):
     root = Roots(tmp_path, "local").fresh()
     url = Faults(lag=lag).url(root)
-    older = dcp.StoreWriter(f"{url}/{STEP}")
-    older.set_up_storage_writer(True)
+    older = Commit(new_attempt())
     require_no_errors(save(url, STEP, 3.0))
     assert latest_checkpoint(url).step == 2
     assert loaded(url, STEP) == 3.0
     # A save that had begun before comes to its commit only now, and sees no file of the newer one in a listing.
     with pytest.raises(SupersededError):
-        older._require_newest()
+        older.put(open_store(f"{url}/{STEP}"), b"metadata", lambda: b"manifest", files=())
     require_no_errors(save(url, STEP, 4.0))
     assert loaded(url, STEP) == 4.0
     delete_leftovers(plan_sweep(url, now=time.time() + 86400.0))
