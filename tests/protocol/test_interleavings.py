@@ -26,8 +26,9 @@ from ray_dcp.errors import GroupError, StalledError, SupersededError
 from ray_dcp.format.metadata_file import encode_metadata
 from ray_dcp.format.names import ShardFile
 from ray_dcp.maintenance.sweep.removal import delete_leftovers, plan_sweep
+from ray_dcp.store.open import open_store
 from ray_dcp.trace_points import observed_by
-from ray_dcp.write.writer import StoreWriter
+from ray_dcp.write.commit import Commit
 from tests.conftest import interleavings
 from tests.protocol.interleavings import (
     EPOCH_S,
@@ -445,10 +446,9 @@ def test_of_two_attempts_that_began_at_once_the_older_one_by_name_does_not_commi
     older, newer = (f"{EPOCH_S * 10**9:016x}{number:08x}" for number in (1, 2))
     for attempt in (older, newer):
         group.world.objects[f"/{CHECKPOINTS[0]}/{ShardFile(0, 0, attempt).key}"] = b""
-    writer = StoreWriter(group.world.url(CHECKPOINTS[0]))
-    writer._attempt = older
+    store = open_store(group.world.url(CHECKPOINTS[0]))
     with pytest.raises(SupersededError):
-        writer._require_newest()
+        Commit(older).put(store, b"metadata", lambda: b"manifest", files=())
 
 
 def test_a_save_that_was_given_up_is_not_committed_by_the_next_coordinator(world):
