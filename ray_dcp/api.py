@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.distributed import ProcessGroup
@@ -32,6 +32,7 @@ from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
 from ray_dcp.protocol.rank.call import Call, SoloCall, phase
 from ray_dcp.protocol.rank.load import LoadReport, LoadRequest, default_load_planner
 from ray_dcp.protocol.rank.load import load as load_rank
+from ray_dcp.protocol.rank.plugin_arguments import require_planner, require_storage
 from ray_dcp.protocol.rank.save import (
     PlannedSave,
     SaveRequest,
@@ -66,9 +67,13 @@ def second_argument_is(storage: str) -> Callable[[Callable[P, R]], Callable[P, R
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             if len(args) == 2:
+                anyhow: Any = function
+                if isinstance(args[1], str | os.PathLike):
+                    # A place: refused when all ranks are in the call, by what it is.
+                    refused: R = anyhow(args[0], **{storage: args[1]}, **kwargs)
+                    return refused
                 message = f"{function.__name__}: pass the second argument by its name, as {storage}="
                 warnings.warn(message, stacklevel=2)
-                anyhow: Any = function
                 found: R = anyhow(args[0], **{storage: args[1]}, **kwargs)
                 return found
             return function(*args, **kwargs)
@@ -118,6 +123,7 @@ def save(
     return saves.tell_earlier("save", metadata)
 
 
+@second_argument_is("storage_writer")
 def async_save(
     state_dict: Mapping[str, Any],
     *,
@@ -197,6 +203,8 @@ def load(
     call, saves = _start_call("load", _place(checkpoint_id, storage_reader), ranks_of(group, process_group, no_dist))
     with saves.noting_earlier(), collector_paused():
         with phase(call, "collect"):
+            require_storage(storage_reader, "storage_reader")
+            require_planner(planner, "load")
             reader = storage_reader if storage_reader is not None else StoreReader(trusted=trusted)
             location = _location(checkpoint_id, reader, "storage_reader")
             _require_reachable(location, reader, call)
@@ -233,12 +241,26 @@ def tell_earlier(kind: str, group: RankGroup | None) -> None:
 
 
 def ranks_of(group: RankGroup | None, process_group: ProcessGroup | None, no_dist: bool) -> RankGroup | None:
-    """The group of a call; None for this process alone."""
+    """The group of a call; None for this process alone. Raises ``ConfigError`` for what is no group."""
+    require_group(group)
+    if process_group is not None and not isinstance(process_group, ProcessGroup):
+        raise ConfigError(
+            "process_group",
+            f"{process_group!r} is no ProcessGroup (torch.distributed.new_group() gives one, on its members); "
+            "for a RankGroup it is group=",
+        )
     if no_dist:
         return None
     if group is not None:
         return group
     return process_group_ranks(process_group) if process_group is not None else current_group()
+
+
+def require_group(group: Any) -> None:
+    """Return if ``group`` is None or a ``RankGroup``. Raises ``ConfigError``."""
+    if group is not None and not (callable(getattr(group, "start_call", None)) and not isinstance(group, type)):
+        way = "; pass it as process_group=" if isinstance(group, ProcessGroup) else ""
+        raise ConfigError("group", f"{group!r} is no RankGroup, as RankGroup.join() and current_group() give{way}")
 
 
 def _save_request(
@@ -252,6 +274,8 @@ def _save_request(
 ) -> SaveRequest:
     """What is to be saved, and where. Raises what the arguments, or the place, have wrong."""
     _require_collectives(use_collectives)
+    require_storage(storage_writer, "storage_writer")
+    require_planner(planner, "save")
     writer = storage_writer if storage_writer is not None else StoreWriter()
     location = _location(checkpoint_id, writer, "storage_writer")
     _require_reachable(location, writer, call)
@@ -317,14 +341,20 @@ def reset_first(
     """As torch's old calls do, whose writers and readers know their place themselves; it is a part of the call."""
     group = ranks_of(None, process_group, no_dist)
     with preparing(kind, group, alone=group is None):
+        require_storage(storage, "storage_writer" if kind == "save" else "storage_reader")
         storage.reset()
 
 
 def _place(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageReader | None) -> CheckpointId | None:
     """What an error is to name, also where only the writer or reader knows it."""
-    if checkpoint_id is None and isinstance(storage, StoreWriter | StoreReader):
-        return storage.checkpoint_id or None
-    return checkpoint_id
+    if checkpoint_id is not None or isinstance(storage, type):
+        return checkpoint_id
+    if isinstance(storage, str | os.PathLike):
+        return storage  # refused as that, and named
+    own = None
+    with suppress(Exception):  # a user's may do anything when it is asked
+        own = getattr(storage, "checkpoint_id", None)
+    return own or None
 
 
 def _named(checkpoint_id: CheckpointId | None) -> str:
@@ -393,6 +423,7 @@ __all__ = [
     "newest",
     "preparing",
     "ranks_of",
+    "require_group",
     "reset_first",
     "save",
     "tell_earlier",

@@ -12,7 +12,18 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from ray_dcp.api import AsyncSaveResponse, LoadReport, absolute, async_save, load, newest, preparing, save, tell_earlier
+from ray_dcp.api import (
+    AsyncSaveResponse,
+    LoadReport,
+    absolute,
+    async_save,
+    load,
+    newest,
+    preparing,
+    require_group,
+    save,
+    tell_earlier,
+)
 from ray_dcp.catalog.listing import CheckpointInfo, describe, find_step, latest_checkpoint, list_checkpoints
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
@@ -50,6 +61,7 @@ class CheckpointManager:
                 "is None; pass a path or a URL (is it an unset variable?). Only a TorchTrainer worker has a default",
             )
         self.root = absolute(found, setting="root")
+        require_group(group)
         self._group = group
         check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
         self._replica_check: dict[str, Any] = {

@@ -46,7 +46,11 @@ class LocalShards(torch.Tensor):
     def __new__(
         cls, size: Sequence[int], chunks: Mapping[tuple[int, ...], torch.Tensor], *, dtype: torch.dtype | None = None
     ) -> LocalShards:
-        size = torch.Size(size)
+        size = _size(size)
+        if not isinstance(chunks, Mapping):
+            raise ConfigError(
+                "LocalShards.chunks", f"a {type(chunks).__name__} does not say where: pass {{offsets: local tensor}}"
+            )
         by_offsets = {_offsets(offsets): _tensor(offsets, chunk) for offsets, chunk in chunks.items()}
         first = next(iter(by_offsets.values()), None)
         dtype = dtype or (first.dtype if first is not None else torch.get_default_dtype())
@@ -124,11 +128,25 @@ def _rebuild(size: tuple[int, ...], chunks: dict[tuple[int, ...], torch.Tensor],
     return LocalShards(size, dict(chunks), dtype=dtype)
 
 
+def _size(given: Any) -> torch.Size:
+    try:
+        numbers = tuple(map(operator.index, given))
+    except TypeError:
+        numbers = (-1,)
+    if any(number < 0 for number in numbers):
+        raise ConfigError(
+            "LocalShards.size", f"{given!r} is no tuple of whole numbers; a 1-dim tensor has (n,)"
+        ) from None
+    return torch.Size(numbers)
+
+
 def _offsets(given: Any) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, given))
     except TypeError:
-        raise ConfigError("LocalShards.chunks", f"offsets {given!r} are no tuple of whole numbers") from None
+        raise ConfigError(
+            "LocalShards.chunks", f"offsets {given!r} are no tuple of whole numbers; in a 1-dim tensor (n,)"
+        ) from None
 
 
 def _tensor(offsets: Any, chunk: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.planning.template.template_hook import Saved, saved_below, template_of_saved
@@ -60,6 +61,11 @@ class TrainState:
         self._fitted = False
         if "optim" in more:
             raise ConfigError("optim", "the optimizer's state goes by that name")
+        for schedule in self._schedulers.values():
+            if isinstance(schedule, type) or not is_stateful(schedule):
+                raise ConfigError("scheduler", f"{schedule!r} has no state_dict() and load_state_dict()")
+        for name, value in more.items():
+            _require_state(name, value)
         for module in self._all_modules().values():
             if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
                 raise ConfigError("model", "FSDP1's parameters have no values of their own: use fully_shard")
@@ -199,6 +205,21 @@ def _named(given: Any, kind: type[T], role: str) -> dict[str, T]:
     if wrong:
         raise ConfigError(role, f"a {wrong[0]} is no {kind.__name__}")
     return found
+
+
+def _require_state(name: str, value: Any) -> None:
+    """Raise ``ConfigError`` for what was meant as an object with state, and would be saved as a plain value."""
+    if isinstance(value, type):
+        raise ConfigError(name, f"{value.__name__} is a class; pass one that is made: {value.__name__}(...)")
+    if isinstance(value, DataLoader) and not is_stateful(value):
+        raise ConfigError(
+            name,
+            "a DataLoader does not know where it is: pass the DataPosition that is its batch_sampler, or a "
+            "StatefulDataLoader in a LoaderPosition",
+        )
+    if isinstance(value, bool) and name in ("random", "data"):
+        meant = "RNGState()" if name == "random" else "DataPosition(...)"
+        raise ConfigError(name, f"{value} is a plain value, by which nothing is kept; pass {name}=dcp.{meant}")
 
 
 def _unnamed(parts: Mapping[str, Any]) -> Any:
