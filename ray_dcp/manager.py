@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner
@@ -20,14 +20,16 @@ from ray_dcp.api import (
     load,
     newest,
     preparing,
+    ranks_of,
     require_group,
     save,
     tell_earlier,
 )
-from ray_dcp.catalog.listing import CheckpointInfo, describe, find_step, latest_checkpoint, list_checkpoints
+from ray_dcp.catalog.listing import CheckpointInfo, describe, find_step, list_checkpoints
+from ray_dcp.catalog.root_check import newest_step, require_root
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
-from ray_dcp.errors import ConfigError, CorruptCheckpointError, EarlierSaveError, RayDcpError
+from ray_dcp.errors import ConfigError, CorruptCheckpointError, EarlierSaveError, RayDcpError, StoreError
 from ray_dcp.format.names import require_step, step_folder
 from ray_dcp.planning.template.stored_names import Rename
 from ray_dcp.protocol.coordinator.small_sessions import FailedLoad
@@ -42,7 +44,8 @@ logger = logging.getLogger(__name__)
 class CheckpointManager:
     """Saves and loads steps under ``root``; every rank makes one and calls it alike.
 
-    ``root`` is a path or URL; None, in a TorchTrainer worker, is the run's experiment folder. ``group`` defaults to
+    ``root`` is a path or URL of the folder that holds the steps; None, in a TorchTrainer worker, is the run's
+    experiment folder. One that is itself a checkpoint is refused by whatever looks at it. ``group`` defaults to
     ``current_group()`` at each call. ``replica_check`` and ``replica_check_nbytes`` are those of ``save``.
     """
 
@@ -68,6 +71,7 @@ class CheckpointManager:
             "replica_check": check.mode,
             "replica_check_nbytes": check.max_nbytes,
         }
+        self._root_is_known = False
         self._latest_async: AsyncSaveResponse | None = None
         self.last_load: LoadReport | None = None
         """What the latest ``load`` did on this rank; None where it found no step, or failed."""
@@ -159,11 +163,14 @@ class CheckpointManager:
 
     def latest(self) -> CheckpointInfo | None:
         """The newest step that is committed and whole."""
-        return latest_checkpoint(self.root)
+        return newest_step(self.root)
 
     def list(self) -> list[CheckpointInfo]:
         """All committed steps, oldest first."""
-        return [info for info in list_checkpoints(self.root) if info.step is not None]
+        found = [info for info in list_checkpoints(self.root) if info.step is not None]
+        if not found:
+            require_root(self.root)
+        return found
 
     def checkpoint_id(self, step: int) -> str:
         """Where ``step`` is saved to."""
@@ -182,7 +189,10 @@ class CheckpointManager:
     def _place_of(self, step: int) -> str:
         """Where ``list`` shows it; it may have been saved under another spelling of its number."""
         with preparing("load", self._group):
-            return find_step(self.root, step) or self.checkpoint_id(step)
+            found = find_step(self.root, step)
+            if found is None:
+                require_root(self.root)
+            return found or self.checkpoint_id(step)
 
     def _older(self, failed: FailedLoad) -> CheckpointInfo | None:
         """The step to load in place of one that failed, the same on all ranks; None to give up."""
@@ -193,8 +203,17 @@ class CheckpointManager:
             logger.warning("no older step can be looked up: %s", error)
             return None
 
+    def _require_root_once(self) -> None:
+        """Before the first save of a manager: rank 0 looks, for all."""
+        ranks = ranks_of(self._group, None, no_dist=False)
+        if not self._root_is_known and (ranks is None or ranks.rank == 0):
+            with suppress(StoreError):  # which the save tells of, on all ranks
+                require_root(self.root)
+        self._root_is_known = True
+
     def _writer(self, step: int, metrics: Mapping[str, Any] | None) -> StoreWriter:
         with preparing("save", self._group):
+            self._require_root_once()
             return StoreWriter(self.checkpoint_id(step), step=step, metrics=metrics)
 
 

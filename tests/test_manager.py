@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
-from ray_dcp.errors import ConfigError
+from ray_dcp.errors import ConfigError, NotAFolderError
+from ray_dcp.format.names import POINTER, encode_pointer
 from tests.actors import SharedRanks
+from tests.ranks import ThreadGroup, ThreadRanks
 
 
 def state(value: float = float("nan")):
@@ -54,6 +57,68 @@ def test_a_load_takes_the_options_of_a_load_and_its_report_is_kept(tmp_path):
     planner = DefaultLoadPlanner()
     manager.load({"n": 0}, only="n", planner=planner)
     assert (manager.last_load.loaded, list(planner.state_dict)) == (("n",), ["n"])
+
+
+EVERY_LOOK = {
+    "load": lambda manager: manager.load(state()),
+    "load of a step": lambda manager: manager.load(state(), step=7),
+    "save": lambda manager: manager.save(1, state(0.0)),
+    "asynchronous save": lambda manager: manager.async_save(1, state(0.0)),
+    "list": lambda manager: manager.list(),
+    "latest": lambda manager: manager.latest(),
+}
+
+
+@pytest.mark.parametrize("look", EVERY_LOOK)
+@pytest.mark.parametrize("kind", ["a step", "a checkpoint", "a pointer", "a model"])
+def test_a_root_that_is_itself_a_checkpoint_is_refused_with_what_to_pass(tmp_path, kind, look):
+    place = tmp_path / "run" / ("step-00000007" if kind == "a step" else "final")
+    if kind == "a model":
+        place.mkdir(parents=True)
+        save_file({"w": torch.ones(4)}, place / "model-00001-of-00001.safetensors")
+    elif kind == "a pointer":
+        place.mkdir(parents=True)
+        (place / POINTER).write_bytes(encode_pointer(str(tmp_path / "elsewhere")))
+    else:
+        dcp.save(state(1.0), checkpoint_id=place)
+    before = sorted(place.rglob("*"))
+    with pytest.raises((CheckpointException, ConfigError)) as caught:
+        EVERY_LOOK[look](dcp.CheckpointManager(place))
+    assert isinstance(caught.value, ValueError)
+    message = str(caught.value).splitlines()[0]
+    assert f"root: {place} " in message
+    assert f"dcp.load(state, checkpoint_id={str(place)!r})" in message
+    assert ("holds a model" if kind == "a model" else "is itself a checkpoint") in message
+    assert (f"pass the folder above, {tmp_path / 'run'}" in message) == (kind == "a step")
+    assert sorted(place.rglob("*")) == before
+
+
+def test_every_rank_hears_that_the_root_is_a_checkpoint(tmp_path):
+    dcp.save(state(1.0), checkpoint_id=tmp_path)
+    for look in (lambda m: m.save(1, state(0.0)), lambda m: m.load(state())):
+        ranks = ThreadRanks(2)
+        managers = [dcp.CheckpointManager(tmp_path, group=ThreadGroup(ranks, rank)) for rank in range(2)]
+        outcomes = ranks.run(lambda rank, look=look, managers=managers: look(managers[rank]))
+        assert all("is itself a checkpoint" in str(outcome) for outcome in outcomes), outcomes
+
+
+def test_a_root_with_steps_may_hold_other_things_besides(tmp_path):
+    manager = dcp.CheckpointManager(tmp_path)
+    manager.save(1, state(1.0))
+    dcp.save(state(2.0), checkpoint_id=tmp_path)
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    manager = dcp.CheckpointManager(tmp_path)
+    manager.save(2, state(2.0))
+    assert manager.load(state()) == 2
+    assert len(manager.list()) == 2
+
+
+def test_a_file_where_the_root_should_be_is_named(tmp_path):
+    (tmp_path / "afile").touch()
+    manager = dcp.CheckpointManager(tmp_path / "afile")
+    for look in EVERY_LOOK.values():
+        with pytest.raises((CheckpointException, NotAFolderError), match=f"{tmp_path}/afile is a file, give a folder"):
+            look(manager)
 
 
 def test_an_asynchronous_save_becomes_the_newest_when_it_is_committed(tmp_path):

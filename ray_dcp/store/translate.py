@@ -83,7 +83,7 @@ def store_errors(doing: str, *, url: str, key: str = "", also: tuple[type[Except
 def as_store_error(error: Exception, doing: str, *, url: str, key: str) -> StoreError:
     """The ``StoreError`` that says what ``error`` says; the caller raises it ``from`` that error."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    message = f"cannot {doing}: {reason}{_room(error, url)}"
+    message = f"cannot {doing}: {reason}{_room(error, url)}{_in_the_way(error, url, key)}"
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(message, url=url, key=key)
     if isinstance(error, NotADirectoryError):
@@ -94,6 +94,16 @@ def as_store_error(error: Exception, doing: str, *, url: str, key: str) -> Store
     if word in _GONE:
         return ObjectNotFoundError(message, url=url, key=key)
     return StoreError(message, url=url, key=key)
+
+
+def _in_the_way(error: Exception, url: str, key: str) -> str:
+    """Which file lies where a folder is due."""
+    if not isinstance(error, NotADirectoryError) or "://" in url:
+        return ""
+    path = os.path.join(url, key)
+    while path != os.path.dirname(path) and not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return "" if os.path.isdir(path) else f": {path} is a file, give a folder or another place"
 
 
 def _room(error: Exception, url: str) -> str:

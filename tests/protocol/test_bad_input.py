@@ -247,6 +247,7 @@ class ThreadGroup:
 
     def __init__(self, ranks: ThreadRanks, rank: int) -> None:
         self.background = BackgroundSaves()
+        self.rank = rank
         self._ranks = ranks
         self._rank = rank
 

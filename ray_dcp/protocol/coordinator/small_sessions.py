@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ray_dcp.catalog.listing import CheckpointInfo, latest_checkpoint
+from ray_dcp.catalog.listing import CheckpointInfo
+from ray_dcp.catalog.root_check import newest_step
 from ray_dcp.errors import StateDictError
 from ray_dcp.protocol.coordinator.load_session import LoadSession
 from ray_dcp.protocol.coordinator.save_session import SaveSession
@@ -31,6 +32,7 @@ class NewestContribution:
 
 class NewestSession(Session):
     """choose: the newest committed checkpoint under a root, looked up once for all ranks; None when there is none.
+    A root that is itself a checkpoint is refused.
 
     After a failed load it is an older one, for all ranks or for none, although each may have seen another reason: it is
     worth going on where the bytes were bad for any of them.
@@ -50,7 +52,7 @@ class NewestSession(Session):
         if len(steps) > 1:
             raise StateDictError(f"ranks look for different steps: {failed}")
         hopeless = failed[0] is not None and not any(load is not None and load.damaged for load in failed)
-        return None if hopeless else latest_checkpoint(self.checkpoint_id, before=steps.pop())
+        return None if hopeless else newest_step(self.checkpoint_id, before=steps.pop())
 
     def next_phase(self, phase: str) -> str | None:
         return None

@@ -1,0 +1,61 @@
+"""Whether a place can be the root of a run: one that is itself a checkpoint would be taken for an empty one.
+
+A training would start anew there without a word, and put its steps into the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ray_dcp.catalog.listing import CheckpointInfo, is_committed, latest_checkpoint
+from ray_dcp.errors import ConfigError
+from ray_dcp.format.names import POINTER, SAFETENSORS_SUFFIX, parse_step_folder
+from ray_dcp.store.local import LocalStore
+from ray_dcp.store.location.urls import folder_name, shown_url, split_url
+from ray_dcp.store.open import open_store
+from ray_dcp.store.store import Store, exists
+
+_OF_A_MODEL = ("model.safetensors.index.json", "model.safetensors")
+"""Asked for by name in a bucket, where a listing is of all that lies below."""
+
+
+def require_root(root: str | os.PathLike[str]) -> None:
+    """Return unless ``root`` is itself a checkpoint, or a folder of safetensors files, without steps below it.
+
+    Then raises ``ConfigError``, which says what to pass.
+    """
+    store = open_store(root)
+    if any(parse_step_folder(folder) is not None for folder in store.list_folders()):
+        return
+    shown = shown_url(store.url)
+    load_it = f"dcp.load(state, checkpoint_id={shown!r}) loads it"
+    if is_committed(store) or exists(store, POINTER):
+        way = "pass another folder, of the run's own"
+        if parse_step_folder(folder_name(store.url)) is not None:
+            way = f"pass the folder above, {shown_url(split_url(store.url)[0])}"
+        raise ConfigError("root", f"{shown} is itself a checkpoint, and no folder of steps: {way}. {load_it}")
+    if _holds_a_model(store):
+        raise ConfigError(
+            "root",
+            f"{shown} holds a model in safetensors files, and no steps: pass a folder of the run's own. {load_it}",
+        )
+
+
+def newest_step(root: str | os.PathLike[str], *, before: int | None = None) -> CheckpointInfo | None:
+    """The newest step under ``root``, as ``latest_checkpoint`` says, which is None at the start of a run.
+
+    Raises ``ConfigError`` as ``require_root`` where nothing is found since ``root`` is none.
+    """
+    found = latest_checkpoint(root, before=before)
+    if found is None and before is None:
+        require_root(root)
+    return found
+
+
+def _holds_a_model(store: Store) -> bool:
+    if isinstance(store, LocalStore):
+        return any(one.key.endswith(SAFETENSORS_SUFFIX) and "/" not in one.key for one in store.list())
+    return any(exists(store, name) for name in _OF_A_MODEL)
+
+
+__all__ = ["newest_step", "require_root"]
