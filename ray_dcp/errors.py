@@ -187,14 +187,18 @@ class CorruptCheckpointError(RayDcpError):
 
 
 class UnsafeDataError(RayDcpError):
-    """A file names something outside the allow-list; nothing of it was run."""
+    """A file names something outside the allow-list; nothing of it was run.
+
+    ``ways`` is the end of the message: what a program can do about it. A command cannot.
+    """
 
     exit_code = 5
 
-    def __init__(self, message: str, *, file: str, fqn: str = "") -> None:
+    def __init__(self, message: str, *, file: str, fqn: str = "", ways: str = "") -> None:
         self.file = without_keys(file)
-        super().__init__(f"{f'{fqn}: ' if fqn else ''}{message} ({self.file})")
+        super().__init__(f"{f'{fqn}: ' if fqn else ''}{message}{ways and f'. {ways}'} ({self.file})")
         self.fqn = fqn
+        self.ways = ways
 
 
 class FormatVersionError(RayDcpError):

@@ -16,10 +16,15 @@ from ray_dcp.cli.list import add_list
 from ray_dcp.cli.prune import add_prune
 from ray_dcp.cli.show import add_show
 from ray_dcp.cli.verify import add_verify
-from ray_dcp.errors import RayDcpError
+from ray_dcp.errors import RayDcpError, UnsafeDataError
 from ray_dcp.version import __version__
 
 _INTERRUPTED = 130
+_NO_CODE = (
+    "A command runs no code that a file asks for: if you trust whoever wrote it, load it in Python "
+    "(torch.load(..., weights_only=False), dcp.load(..., trusted=True)) and save its state_dict(), or leave such "
+    "values of a checkpoint out (ray-dcp convert --skip-python, --exclude)"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A reader that went away is noticed here, not while the interpreter shuts down.
         sys.stdout.flush()
     except RayDcpError as error:
-        print("ray-dcp:", " ".join(str(error).split("\n")), file=sys.stderr)
+        print("ray-dcp:", " ".join(_for_a_shell(error).split("\n")), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -44,6 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
+
+
+def _for_a_shell(error: RayDcpError) -> str:
+    """What ``error`` says, with the way that there is from a command in place of that of a program."""
+    if not isinstance(error, UnsafeDataError) or not error.ways:
+        return str(error)
+    return str(error).replace(error.ways, _NO_CODE)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import pickle
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -18,8 +21,12 @@ from ray_dcp.convert.torch_save_writer import LazyTensor, write_torch_file
 from ray_dcp.errors import StateDictError
 from ray_dcp.format.safetensors_header import encode_header
 from ray_dcp.planning.values.containers import with_containers
+from ray_dcp.planning.values.flat import LEAVES
 from ray_dcp.staging.host_pieces import small_content
 from ray_dcp.store.open import open_store
+from ray_dcp.wording import joined
+
+logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int], None]
 """Called with the bytes of each tensor when it has been read and is about to be written."""
@@ -98,10 +105,14 @@ def _nested(plan: ConvertPlan, on_progress: OnProgress) -> dict[str, Any]:
     state: dict[str, Any] = {}
     placed: list[tuple[PlannedValue, Any]] = []
     tied: dict[Hashable, LazyTensor] = {}
+    unknown: list[str] = []
     for planned in plan.values:
         value = planned.value
         if value.dtype is None:
-            placed.append((planned, plan.source.read_python(value)))
+            content = plan.source.read_python(value)
+            placed.append((planned, content))
+            if not _is_known_to_torch(content):
+                unknown.append(planned.name)
             continue
         lazy = LazyTensor(getattr(torch, value.dtype), value.shape, _reader(plan, planned, on_progress))
         placed.append((planned, lazy if value.memory is None else tied.setdefault(value.memory, lazy)))
@@ -113,7 +124,27 @@ def _nested(plan: ConvertPlan, on_progress: OnProgress) -> dict[str, Any]:
         raise StateDictError("the names do not fit into one nested state dict") from error
     if hidden:
         raise StateDictError("two values would have one place in the state dict", hidden)
+    if unknown:
+        logger.warning(
+            "torch.load(weights_only=True) refuses this file for values that ray_dcp takes for plain, and torch does "
+            "not: %s. Leave them out (--exclude, --skip-python), or read it by torch.load(weights_only=False)",
+            joined(unknown),
+        )
     return cast(dict[str, Any], with_containers(state, plan.containers))
+
+
+def _is_known_to_torch(value: Any) -> bool:
+    """Whether ``torch.load(weights_only=True)`` reads a Python value, as it is set up here."""
+    if type(value) in LEAVES:
+        return True
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+    return True
 
 
 def _path(planned: PlannedValue) -> tuple[str | int, ...]:

@@ -23,11 +23,12 @@ from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import shown_url, split_url
 from ray_dcp.store.open import open_store
 from ray_dcp.store.store import Store, exists
-from ray_dcp.wording import joined
+from ray_dcp.wording import counted, joined
 
 KINDS = ("dcp", "safetensors", "torch")
 MAX_SHARD_NBYTES = 5 * 10**9
 """As Hugging Face's libraries split."""
+_MAX_NAMED = 5
 HEADER_TEXTS = {"format": "pt"}
 
 
@@ -186,12 +187,13 @@ def _fits(name: str | None, options: ConvertOptions) -> bool:
 
 def _require_storable(values: Sequence[PlannedValue]) -> None:
     problems = [
-        f"{planned.value.name}: a Python value; leave it out with --skip-python or --exclude"
-        if planned.value.dtype is None
-        else f"{planned.value.name}: the format has no dtype {planned.value.dtype}"
+        f"{planned.value.name}: the format has no dtype {planned.value.dtype}"
         for planned in values
-        if planned.value.dtype is None or not has_dtype(planned.value.dtype)
+        if planned.value.dtype is not None and not has_dtype(planned.value.dtype)
     ]
+    if python := [planned.value.name for planned in values if planned.value.dtype is None]:
+        left = f"leave {'it' if len(python) == 1 else 'them'} out with --skip-python or --exclude"
+        problems.insert(0, f"{counted(len(python), 'Python value')}: {joined(python, most=_MAX_NAMED)}; {left}")
     problems += [f"{TEXTS}: the format has another use for this name" for one in values if one.name == TEXTS]
     if problems:
         raise StateDictError("safetensors cannot hold all of it; nothing was written", problems)

@@ -196,9 +196,9 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
             metadata = _load_restricted(_FastUnpickler if quickly else _CarefulUnpickler, content)
     except NotAllowedError as error:
         raise UnsafeDataError(
-            f"asks to load {error}, which is no part of a checkpoint's metadata; it was not loaded. "
-            "Pass trusted=True if you trust whoever wrote this checkpoint",
+            f"asks to load {error}, which is no part of a checkpoint's metadata; it was not loaded",
             file=file,
+            ways="Pass trusted=True if you trust whoever wrote this checkpoint",
         ) from None
     except Exception as error:
         raise CorruptCheckpointError(f"is no readable metadata: {type(error).__name__} {error}", file=file) from error
@@ -331,11 +331,11 @@ def _plain_value(content: IO[bytes], file: str, fqn: str, map_location: str) -> 
 
 def _unsafe(error: Exception, file: str, fqn: str) -> UnsafeDataError:
     return UnsafeDataError(
-        "holds a Python object outside the allow-list, and loading it could run code: "
-        f"{_telling_line(error)}. Allow its class with torch.serialization.add_safe_globals, "
-        "or pass trusted=True if you trust whoever wrote this checkpoint",
+        f"holds a Python object outside the allow-list, and loading it could run code: {_telling_line(error)}",
         file=file,
         fqn=fqn,
+        ways="Allow its class with torch.serialization.add_safe_globals, "
+        "or pass trusted=True if you trust whoever wrote this checkpoint",
     )
 
 

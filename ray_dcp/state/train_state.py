@@ -232,7 +232,7 @@ def _part(parts: Any, name: str) -> Any:
 
 
 def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if name else prefix
+    return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def _values(module: nn.Module) -> dict[str, Any]:

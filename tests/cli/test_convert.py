@@ -2,7 +2,10 @@
 
 import json
 import os
+import pickle
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -89,7 +92,7 @@ def test_a_model_becomes_a_checkpoint_that_the_other_commands_know(tmp_path, cap
         (["x.pt", "--max-shard-size", "5GB"], 2, "is for safetensors alone"),
         (["out", "--to", "safetensors", "--max-shard-size", "0"], 2, "is no size"),
         (["out", "--to", "safetensors", "--max-shard-size", "5XB"], 2, "is no size"),
-        (["out", "--to", "safetensors"], 1, "step: a Python value; leave it out with --skip-python"),
+        (["out", "--to", "safetensors"], 1, "1 Python value: step; leave it out with --skip-python"),
         ([], 2, "required: DEST"),
     ],
 )
@@ -140,3 +143,43 @@ def test_nothing_there_is_code_three_and_damage_is_code_five(tmp_path, capsys):
     assert main(["convert", str(tmp_path), str(tmp_path / "x.pt")]) == 5
     assert "model.safetensors" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_many_python_values_are_counted_where_safetensors_have_no_room_for_them(tmp_path, capsys):
+    dcp.save({f"n{i:02}": i for i in range(30)} | {"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "out"), "--to", "safetensors"]) == 1
+    assert "30 Python values: n00, n01, n02, n03, n04 and 25 more; leave them out" in capsys.readouterr().err
+
+
+def test_a_module_is_refused_with_a_way_that_a_command_has(tmp_path, capsys):
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    assert main(["convert", str(tmp_path / "module.pt"), str(tmp_path / "out"), "--to", "dcp"]) == 5
+    told = capsys.readouterr().err
+    assert "add_safe_globals" not in told
+    assert "load it in Python (torch.load(..., weights_only=False)" in told
+    assert "save its state_dict()" in told
+
+
+def test_a_file_in_the_way_of_a_copy_or_conversion_is_named(checkpoint, tmp_path, capsys):
+    (tmp_path / "afile").touch()
+    for command in (["copy"], ["convert", "--to", "dcp"], ["convert", "--skip-python", "--to", "safetensors"]):
+        assert main([*command, checkpoint, str(tmp_path / "afile")]) == 3
+        assert f"{tmp_path / 'afile'} is a file, give a folder or another place" in capsys.readouterr().err
+
+
+def test_what_torch_will_not_load_with_weights_only_is_told_when_it_is_written(tmp_path, caplog):
+    state = {"place": Path("/data"), "steps": np.int64(4), "n": 5, "words": ["a"], "w": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "all.pt")]) == 0
+    (warned,) = [one.getMessage() for one in caplog.records if "weights_only" in one.getMessage()]
+    assert "not: place, steps. Leave them out" in warned
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "all.pt", weights_only=True)
+    assert torch.load(tmp_path / "all.pt", weights_only=False)["place"] == Path("/data")
+    caplog.clear()
+    assert (
+        main(["convert", str(tmp_path / "c"), str(tmp_path / "some.pt"), "--exclude", "place", "--exclude", "steps"])
+        == 0
+    )
+    assert torch.load(tmp_path / "some.pt", weights_only=True)["words"] == ["a"]
+    assert not caplog.records

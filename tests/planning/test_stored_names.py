@@ -45,6 +45,27 @@ def filled(state) -> set[str]:
     return names | ({"step"} if state["step"] else set())
 
 
+@pytest.mark.parametrize("rename", [{r"^modle\.": "net."}, lambda name: name])
+def test_a_rename_that_fits_no_name_is_named_where_names_are_lacking(saved, caplog, rename):
+    wanted = {"net": template()["model"], "step": 0}
+    line = (
+        "rename: changes no name of the checkpoint"
+        if callable(rename)
+        else "rename='^modle\\\\.': fits no name of the checkpoint"
+    )
+    assert line in refused(wanted, saved, rename=rename).__cause__.problems
+    load(wanted, saved, rename=rename, strict=False)
+    assert line in [one.getMessage() for one in caplog.records]
+    assert wanted["step"] == 7
+
+
+def test_a_rename_that_need_not_change_anything_is_as_good_as_none(saved, caplog):
+    wanted = template()
+    load(wanted, saved, rename={r"^module\.": ""})
+    assert filled(wanted) == {"model.a.weight", "model.a.bias", "model.b.weight", "step"}
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [

@@ -551,3 +551,10 @@ def test_ranks_with_different_parts_of_a_model_save_and_load_together(tmp_path: 
     assert differences(found, dict(whole[0].state_dict())) == []
     assert [part[1].param_groups[0]["lr"] for part in again] == [0.025, 0.025]
     assert all(values["step"] == 2 for part in again for values in part[1].state.values())
+
+
+def test_a_parameter_on_meta_is_named_as_the_model_has_it():
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(StateDictError, match=r"on the meta device: weight, bias\. Call"):
+        dcp.TrainState(model).template_for({})

@@ -261,6 +261,16 @@ def test_a_parameter_that_is_wrong_is_named(url, setting):
         open_store(url)
 
 
+@pytest.mark.parametrize(("given", "lacking"), [("ACCESS_KEY", "SECRET_KEY"), ("SECRET_KEY", "ACCESS_KEY")])
+def test_one_key_alone_is_refused_with_the_variables_to_set(given, lacking):
+    variables = {f"RAY_DCP_S3_{given}": "x", "AWS_ACCESS_KEY_ID": "y", "AWS_SECRET_ACCESS_KEY": "z"}
+    with pytest.raises(ConfigError) as caught:
+        S3Options.from_url("s3://bucket/run", variables)
+    assert f"set RAY_DCP_S3_{given} and RAY_DCP_S3_{lacking}" in str(caught.value)
+    assert "AWS_ACCESS_KEY_ID" in str(caught.value)
+    assert caught.value.setting == lacking.lower()
+
+
 @pytest.mark.parametrize("place", ["s3://b/x?region=y", "s3://a:b@b/x", "/folder", "gs://b/x", "s3:///x"])
 def test_options_go_into_a_plain_url_only(place):
     with pytest.raises(ConfigError, match=r"place|names no bucket"):

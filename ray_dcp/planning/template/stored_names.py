@@ -37,6 +37,7 @@ class NameChoice:
         self.skip = _patterns("skip", skip)
         if only is not None and not self.only:
             raise ConfigError("only", "has no pattern, so nothing would be loaded; leave it out to load everything")
+        self._given_rename = rename
         self._rename = _renaming(rename)
 
     @property
@@ -56,6 +57,16 @@ class NameChoice:
     def renamed(self, fqn: str) -> str:
         """What a stored name is called here."""
         return fqn if self._rename is None else self._rename(fqn)
+
+    def unfit_renames(self, stored: Collection[str]) -> list[str]:
+        """A line for each rule of ``rename`` that changes none of ``stored``, the names of the checkpoint."""
+        rename = self._given_rename
+        if isinstance(rename, Mapping):
+            unfit = [pattern for pattern in rename if not any(re.search(pattern, name) for name in stored)]
+            return [f"rename={pattern!r}: fits no name of the checkpoint" for pattern in unfit]
+        if rename is not None and all(self.renamed(name) == name for name in stored):
+            return ["rename: changes no name of the checkpoint"]
+        return []
 
     def problems(self, names: Collection[str]) -> list[str]:
         """A line for each pattern that fits none of ``names``, which are those of template and checkpoint."""

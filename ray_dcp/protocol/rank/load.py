@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -57,6 +58,8 @@ from ray_dcp.reads.checkpoint import OpenedCheckpoint
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.wording import MAX_LISTED
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -242,6 +245,7 @@ def _plan(request: LoadRequest, template: _Template, metadata: Metadata, seen: S
         carried = _carried(request, call) if call.rank == 0 else None
         check = _check(request)
         problems = _unfit_patterns(request, metadata, template)
+        problems += _unfit_renames(request, metadata, check)
         problems += template.per_rank.problems(seen.metadata.state_dict_metadata)
         python = PythonValues(
             request.planner,
@@ -308,6 +312,18 @@ def _unfit_patterns(request: LoadRequest, metadata: Metadata, template: _Templat
         return []
     names = set(map(choice.renamed, metadata.state_dict_metadata)) | flat_state(template.values)[0].keys()
     return choice.problems(names)
+
+
+def _unfit_renames(request: LoadRequest, metadata: Metadata, check: TemplateCheck | None) -> list[str]:
+    """A line for each rule of ``rename`` that fits nothing, where names are lacking for that; else all may be well."""
+    if check is None or not (check.problems or check.lacking):
+        return []
+    unfit = request.choice.unfit_renames(metadata.state_dict_metadata.keys())
+    if not request.strict and not check.problems:
+        for line in unfit:
+            logger.warning("%s", line)
+        return []
+    return unfit
 
 
 def _plan_locally(

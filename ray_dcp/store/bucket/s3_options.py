@@ -134,6 +134,7 @@ class S3Options:
             is_key = setting.name in ("access_key", "secret_key", "session_token", "anonymous")
             if variables.get(variable) and setting.name not in texts and (asks_for_keys or not is_key):
                 texts[setting.name] = variables[variable]
+        _require_both_keys(texts)
         given = {name: _parsers(name)(name, text) for name, text in texts.items()}
         return cls(**given, retry=RetryPolicy.from_texts({**RetryPolicy.texts_in(variables), **retry}))
 
@@ -159,6 +160,18 @@ class S3Options:
             texts["access_key"] = unquote(access_key)
             texts["secret_key"] = unquote(secret_key)
         return texts
+
+
+def _require_both_keys(texts: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` naming the variables where there is one key only; AWS's own may have the other."""
+    given, lacking = (name for name in sorted(("access_key", "secret_key"), key=lambda name: name not in texts))
+    if given in texts and lacking not in texts:
+        lacks = _VARIABLE_PREFIX + lacking.upper()
+        raise ConfigError(
+            lacking,
+            f"there is a {given} and no {lacking}: set {_VARIABLE_PREFIX}{given.upper()} and {lacks} (or both in "
+            "the URL), or neither, and AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY count; the two pairs do not mix",
+        )
 
 
 def _parsers(name: str) -> Callable[[str, str], Any]:
