@@ -164,9 +164,10 @@ def test_a_ray_remote_class_serves_as_well(ray_session):
         assert pool.run("place") == [(0, 1, 1)]
 
 
-def test_a_restart_has_what_the_ranks_before_had(ray_session):
+@pytest.mark.parametrize("restarts", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_a_restart_has_what_the_ranks_before_had(ray_session, restarts):
     with dcp.RankPool(Holder, name="whole", max_ranks=3, resources_per_rank={"CPU": 5}) as pool:
-        assert [pool.world_size, *(pool.restart() for _ in range(3))] == [3, 3, 3, 3]
+        assert [pool.world_size, *(pool.restart() for _ in range(restarts))] == [3] * (restarts + 1)
 
 
 def test_a_pool_has_what_one_before_it_had(ray_session):

@@ -1,8 +1,8 @@
 """A program of its own: a training that loses nodes and gains nodes, several times, as a RankPool or a TorchTrainer.
 
-``elastic_runs.py pool|trainer FOLDER`` keeps its checkpoints in FOLDER/run and prints one JSON object: who was lost
-when, the world sizes over time, how many steps were done more than once, and whether the result is as if nothing had
-happened. After every load each rank compares all that it has with a training of its own, up to that step.
+``elastic_runs.py pool|trainer FOLDER LOSS...`` keeps its checkpoints in FOLDER/run and prints one JSON object: who was
+lost when, the world sizes over time, how many steps were done more than once, and whether the result is as if nothing
+had happened. After every load each rank compares all that it has with a training of its own, up to that step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_STEPS = 36
 SAVE_EVERY = 3
 REDUCED_STEPS = 4
 LOSSES = ("async save", "load", "step", "save")
-"""In this order, each once. The load is the one that the loss before it makes necessary."""
+"""All of them, in this order, each once. The load is the one that the loss before it makes necessary."""
 HOLD_S = 120.0
 SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
@@ -138,8 +138,9 @@ def pick_own(values: list[Any], rank: int, world_size: int) -> Any:
 class Story:
     """What has happened to the run: in files, so that any process can add to it and dead ones have."""
 
-    def __init__(self, folder: Path, full_size: int) -> None:
+    def __init__(self, folder: Path, full_size: int, losses: list[str]) -> None:
         self._folder = folder
+        self._losses = losses
         self._events = folder / "events"
         self.full_size = full_size
 
@@ -155,7 +156,7 @@ class Story:
         return [noted for line in lines if (noted := json.loads(line))["event"] in wanted]
 
     def next_loss(self) -> str | None:
-        return next((loss for loss in LOSSES if not self._marker(loss).exists()), None)
+        return next((loss for loss in self._losses if not self._marker(loss).exists()), None)
 
     def claim(self, loss: str) -> None:
         """Raises ``FileExistsError`` unless this process is the first: each loss happens once."""
@@ -380,13 +381,13 @@ class Nodes:
         return names
 
 
-def run(mode: str, folder: Path) -> dict[str, Any]:
+def run(mode: str, folder: Path, losses: list[str]) -> dict[str, Any]:
     import ray
 
     started = time.monotonic()
     train, full_size = {"pool": (train_in_pool, 3), "trainer": (train_in_trainer, 2)}[mode]
     # One more than the trainer takes: it loses a node and goes on with two, then loses one while these load.
-    nodes, story = Nodes(3), Story(folder, full_size)
+    nodes, story = Nodes(3), Story(folder, full_size, losses)
     try:
         ray.init(address=nodes.address, log_to_driver=False)
         weight = train(nodes, story, folder / "run")
@@ -427,12 +428,12 @@ def what_happened(story: Story) -> dict[str, Any]:
 
 
 def main() -> None:
-    mode, folder = sys.argv[1:]
+    mode, folder, *losses = sys.argv[1:]
     torch.set_num_threads(1)
     os.environ.update(SETTINGS)
     with tempfile.TemporaryDirectory(prefix="er-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
         os.environ["RAY_TMPDIR"] = temporary  # a short name: Ray's sockets are in there
-        print(json.dumps(run(mode, Path(folder))))
+        print(json.dumps(run(mode, Path(folder), losses)))
 
 
 if __name__ == "__main__":
