@@ -94,7 +94,15 @@ def ray_session() -> Iterator[None]:
     """This process is connected to a local Ray with room for every test's actors."""
     import ray
 
-    ray.init(address="local", num_cpus=16, include_dashboard=False, object_store_memory=100 * 2**20)
+    for _ in range(3):
+        try:
+            ray.init(address="local", num_cpus=16, include_dashboard=False, object_store_memory=100 * 2**20)
+            break
+        except Exception as error:  # Ray waits half a minute for its own processes, however busy the machine is
+            ray.shutdown()
+            failed = error
+    else:
+        raise failed
     yield
     ray.shutdown()
 
