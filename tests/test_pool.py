@@ -23,6 +23,7 @@ from ray_dcp.errors import (
     UnfinishedSavesError,
 )
 from tests.cluster.test_group import ray_dcp_actors, until
+from tests.slack import within
 
 pytestmark = pytest.mark.ray
 
@@ -247,7 +248,7 @@ def test_a_pool_whose_ranks_ray_shutdown_has_ended_says_so(ray_session, tmp_path
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
-        timeout=120,
+        timeout=within(120),
     )
     assert ended.returncode == 0, ended.stderr
     started_anew = ["1 [(0, 1, 2)]"] if again else []

@@ -104,13 +104,13 @@ def test_a_killed_rank_ends_the_save_of_the_others_who_go_on_as_a_smaller_group(
     actors = own_ranks.actors(3)
     calls = [a.run.remote(r, 3, "mortal", save_or_die, tmp_path / "c", 1) for r, a in enumerate(actors)]
     for survivor in (0, 2):
-        failed_ranks, waited_s = ray.get(calls[survivor], timeout=60)
+        failed_ranks, waited_s = ray.get(calls[survivor], timeout=within(60))
         assert failed_ranks == (1,)
         assert waited_s < within(5)
     assert not (tmp_path / "c").exists() or ".metadata" not in os.listdir(tmp_path / "c")
     smaller = [actors[0], actors[2]]
     calls = [a.run.remote(r, 2, "mortal", save_or_die, tmp_path / "d", None) for r, a in enumerate(smaller)]
-    assert ray.get(calls, timeout=60) == [None, None]
+    assert ray.get(calls, timeout=within(60)) == [None, None]
     state = {"w0": torch.zeros(3), "w1": torch.zeros(3)}
     dcp.load(state, checkpoint_id=tmp_path / "d", no_dist=True)
     assert state["w0"].tolist() == state["w1"].tolist() == [1.0] * 3
@@ -205,7 +205,7 @@ def test_an_asynchronous_failure_of_one_rank_is_raised_on_all_by_the_next_call(r
 
 def pid_of_coordinator(name):
     coordinator = ray.get_actor(f"coordinator/{name}", namespace="ray_dcp")
-    return ray.get(coordinator.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+    return ray.get(coordinator.__ray_call__.remote(lambda self: os.getpid()), timeout=within(30))
 
 
 @pytest.mark.parametrize("how", ["process killed", "actor killed for good"])
@@ -219,7 +219,7 @@ def test_a_wait_outlives_the_coordinator(own_ranks, how):
     else:
         ray.kill(ray.get_actor(f"coordinator/{group}", namespace="ray_dcp"))
     late = actors[1].run.remote(1, 2, group, generation_of)
-    assert ray.get([waiting, late], timeout=60) == [(1, 0, 2), (1, 1, 2)]
+    assert ray.get([waiting, late], timeout=within(60)) == [(1, 0, 2), (1, 1, 2)]
 
 
 def test_a_rank_that_dies_while_the_coordinator_starts_again_is_noticed(own_ranks):
@@ -228,7 +228,7 @@ def test_a_rank_that_dies_while_the_coordinator_starts_again_is_noticed(own_rank
     waiting = actors[0].run.remote(0, 2, "both-gone", generation_of)
     os.kill(pid_of_coordinator("both-gone"), 9)
     ray.kill(actors[1])
-    error = ray.get(waiting, timeout=60)
+    error = ray.get(waiting, timeout=within(60))
     assert isinstance(error, CheckpointException)
     assert error.failed_ranks == (1,)
 
@@ -236,7 +236,7 @@ def test_a_rank_that_dies_while_the_coordinator_starts_again_is_noticed(own_rank
 def is_up(actor) -> bool:
     """Ray gives up what is sent to an actor while it starts it again."""
     with suppress(ActorUnavailableError):
-        return bool(ray.get(actor.call.remote(os.getpid), timeout=60))
+        return bool(ray.get(actor.call.remote(os.getpid), timeout=within(60)))
     return False
 
 
@@ -244,11 +244,11 @@ def test_an_actor_that_ray_starts_again_is_not_the_rank_that_joined(ray_session)
     reborn = RankActor.options(max_restarts=-1).remote()
     other = RankActor.remote()
     calls = [a.run.remote(r, 2, "reborn", generation_of) for r, a in enumerate([other, reborn])]
-    assert [outcome[0] for outcome in ray.get(calls, timeout=60)] == [1, 1]
+    assert [outcome[0] for outcome in ray.get(calls, timeout=within(60))] == [1, 1]
     waiting = other.run.remote(0, 2, "reborn", generation_of)
     ray.kill(reborn, no_restart=False)
     until(lambda: is_up(reborn), timeout_s=60)  # it is there again, and in no group
-    error = ray.get(waiting, timeout=60)
+    error = ray.get(waiting, timeout=within(60))
     assert isinstance(error, CheckpointException)
     assert error.failed_ranks == (1,)
     for actor in (reborn, other):

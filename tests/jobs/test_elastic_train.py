@@ -46,7 +46,7 @@ def started_job(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]
     finally:
         if job.poll() is None:
             job.terminate()
-            job.wait(timeout=60)
+            job.wait(timeout=within(60))
 
 
 def run_job(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
@@ -150,7 +150,7 @@ def jobs_address() -> Iterator[str]:
         finally:
             children = psutil.Process(head.pid).children(recursive=True)
             head.terminate()
-            head.wait(timeout=60)
+            head.wait(timeout=within(60))
             _, alive = psutil.wait_procs(children, timeout=10)
             for child in alive:
                 child.kill()
