@@ -29,6 +29,7 @@ from ray_dcp.cluster.coordinator_actor import end_coordinator, ensure_coordinato
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.link import connection_of_process
 from ray_dcp.cluster.process import before_actor_ends, require_own_connection
+from ray_dcp.cluster.ray_private import private
 from ray_dcp.errors import (
     ConfigError,
     GroupError,
@@ -272,7 +273,7 @@ class RankPool:
         """How many ranks the free resources of all live nodes have room for."""
         needed = {name: amount for name, amount in self.resources_per_rank.items() if amount}
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        free_by_node = ray._private.state.available_resources_per_node()
+        free_by_node = private("available_resources_per_node")()
         return sum(
             min(int(free.get(name, 0.0) / amount + 1e-9) for name, amount in needed.items())
             for node_id, free in free_by_node.items()

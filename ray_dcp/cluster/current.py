@@ -45,6 +45,8 @@ def process_group_ranks(process_group: Any) -> RankGroup | None:
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) < 2:
         return None
     require_own_connection()  # nor is the store's connection its own
+    from ray_dcp.torch_private import default_process_group_store  # not before: this module starts without torch
+
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     import ray
 
@@ -56,7 +58,7 @@ def process_group_ranks(process_group: Any) -> RankGroup | None:
             group="torch.distributed",
         )
     members = "default" if process_group is None else "-".join(map(str, dist.get_process_group_ranks(process_group)))
-    store = dist.distributed_c10d._get_default_store()
+    store = default_process_group_store()
     token = store.compare_set("ray_dcp/group", "", uuid.uuid4().hex).decode()
     name = f"torch-{token}-{members}"
     if (name, token) not in _lazily_joined:

@@ -2,8 +2,8 @@
 
 That lasts as long as the cluster.
 
-``ray.experimental.internal_kv`` is not part of Ray's public API. Where it is gone, a coordinator that dies takes its
-group along: its ranks get ``CoordinatorLostError`` and join again.
+That store is private in Ray. Where it is gone, a coordinator that dies takes its group along: its ranks get
+``CoordinatorLostError`` and join again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import cloudpickle
 
+from ray_dcp.cluster.ray_private import private
 from ray_dcp.protocol.coordinator.coordinator import CoordinatorRecord
 
 logger = logging.getLogger(__name__)
@@ -37,9 +38,7 @@ class GroupRecord:
 def write_record(group: str, record: GroupRecord) -> None:
     """Keep ``record`` until the group ends."""
     try:
-        from ray.experimental.internal_kv import _internal_kv_put
-
-        _internal_kv_put(_key(group), cloudpickle.dumps(record), overwrite=True, namespace=_NAMESPACE)
+        private("_internal_kv_put")(_key(group), cloudpickle.dumps(record), overwrite=True, namespace=_NAMESPACE)
     except Exception as error:
         logger.warning("group %r would not survive its coordinator: %r", group, error, exc_info=True)
 
@@ -47,9 +46,7 @@ def write_record(group: str, record: GroupRecord) -> None:
 def read_record(group: str) -> GroupRecord:
     """The group as the coordinator before left it; an empty one where there was none."""
     try:
-        from ray.experimental.internal_kv import _internal_kv_get
-
-        content = _internal_kv_get(_key(group), namespace=_NAMESPACE)
+        content = private("_internal_kv_get")(_key(group), namespace=_NAMESPACE)
         record: GroupRecord = pickle.loads(content) if content else GroupRecord()
     except Exception as error:
         logger.warning("what was known of group %r cannot be read: %r", group, error, exc_info=True)
@@ -60,9 +57,7 @@ def read_record(group: str) -> GroupRecord:
 def forget_record(group: str) -> None:
     """The group has ended: the next one of this name starts from nothing."""
     try:
-        from ray.experimental.internal_kv import _internal_kv_del
-
-        _internal_kv_del(_key(group), namespace=_NAMESPACE)
+        private("_internal_kv_del")(_key(group), namespace=_NAMESPACE)
     except Exception as error:
         logger.warning("what was known of group %r cannot be removed: %r", group, error, exc_info=True)
 

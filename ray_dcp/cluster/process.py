@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -9,7 +10,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from ray_dcp.cluster.ray_private import private
 from ray_dcp.errors import ForkedProcessError
+
+logger = logging.getLogger(__name__)
 
 _connected_parent: int | None = None
 """Which process this one was forked from while that was connected to Ray."""
@@ -32,9 +36,11 @@ def before_actor_ends(finish: Callable[[], None]) -> None:
     It may leave by ``sys.exit`` or ``exit_actor``, or nobody may hold its handle any more. Python's own hooks come too
     late: Ray has gone by then, and who waits for an answer of another actor waits for nothing.
     """
-    import ray
-
-    worker: Any = ray._private.worker.global_worker  # private: where that is no more, an actor ends without a word
+    try:
+        worker: Any = private("global_worker")
+    except ImportError as error:
+        logger.warning("when this actor ends by itself, nobody is told of its saves under way: %r", error)
+        return
     actor_class: Any = type(getattr(worker, "actors", {}).get(worker.actor_id))  # one that Ray makes of the user's
     users = getattr(actor_class, "__ray_shutdown__", None)
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
 from dataclasses import dataclass
 from typing import Any
 
+from ray_dcp.cluster.ray_private import train_context
 from ray_dcp.errors import ConfigError
 from ray_dcp.store.location.urls import BUCKETS, BucketUrl, join_url, url_scheme
-
-_CONTEXT_MODULE = "ray.train.v2._internal.execution.context"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class TrainGroupSpec:
 
 def train_group_spec() -> TrainGroupSpec | None:
     """Return this worker's place in its TorchTrainer run, or None outside of one."""
-    context = _worker_context()
+    context = train_context()
     if context is None:
         return None
     return TrainGroupSpec(
@@ -50,7 +48,7 @@ def train_group_name(experiment_name: str, experiment_path: str) -> str:
 
 def experiment_root() -> str | None:
     """Return the run's experiment folder as a path or a URL, or None outside of a TorchTrainer worker."""
-    context = _worker_context()
+    context = train_context()
     if context is None:
         return None
     storage = context.get_storage()
@@ -72,18 +70,11 @@ def experiment_root() -> str | None:
 
 def ray_num_to_keep() -> int | None:
     """Return how many checkpoints Ray Train itself keeps in this run; None: all of them, or no run."""
-    context = _worker_context()
+    context = train_context()
     if context is None:
         return None
     num_to_keep: int | None = context.train_run_context.run_config.checkpoint_config.num_to_keep
     return num_to_keep
-
-
-def _worker_context() -> Any:
-    # Looked up, not imported: a process in which nobody loaded Ray Train is no worker of it, and importing it takes
-    # a second.
-    module = sys.modules.get(_CONTEXT_MODULE)
-    return None if module is None else getattr(module, "_train_context", None)
 
 
 def _incarnation(context: Any) -> str:

@@ -11,9 +11,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_tensor
 
 from ray_dcp.planning.values.containers import Containers
+from ray_dcp.torch_private import create_write_item_for_tensor
 from ray_dcp.write.writer import StoreWriter
 
 
@@ -75,6 +75,6 @@ class _LazyPlanner(SavePlanner):
 def _write_item(item: LazyItem) -> WriteItem:
     if item.dtype is None:
         return WriteItem(MetadataIndex(item.name), WriteItemType.BYTE_IO)
-    return _create_write_item_for_tensor(
+    return create_write_item_for_tensor(
         item.name, torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
     )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint._traverse import get_element, set_element
 
 from ray_dcp.convert.checkpoint_target import LazyItem, write_checkpoint
 from ray_dcp.convert.conversion_plan import HEADER_TEXTS, ConvertPlan, PlannedValue, described
@@ -24,6 +23,7 @@ from ray_dcp.planning.values.containers import with_containers
 from ray_dcp.planning.values.flat import LEAVES
 from ray_dcp.staging.host_pieces import small_content
 from ray_dcp.store.open import open_store
+from ray_dcp.torch_private import get_element, set_element
 from ray_dcp.wording import joined
 
 logger = logging.getLogger(__name__)

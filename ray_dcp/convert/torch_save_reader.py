@@ -27,6 +27,7 @@ from ray_dcp.planning.values.flat import LEAVES, flat_state, unstorable_names
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.store.reading import get_into
 from ray_dcp.store.store import Store
+from ray_dcp.torch_private import neg_view
 from ray_dcp.wording import first_line_of
 
 _ZIP = b"PK\x03\x04"
@@ -148,7 +149,7 @@ class TorchFile:
         held = self._read(offset, storage.nbytes(), start, nbytes, name)
         stored = held.view(empty.dtype).as_strided(empty.shape, empty.stride())
         stored = stored.conj() if empty.is_conj() else stored
-        stored = torch._neg_view(stored) if empty.is_neg() else stored
+        stored = neg_view(stored) if empty.is_neg() else stored
         is_plain = stored.is_contiguous() and not (stored.is_conj() or stored.is_neg())
         return stored if is_plain else empty_tensor(empty.shape, empty.dtype).copy_(stored)
 

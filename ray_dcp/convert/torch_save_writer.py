@@ -13,10 +13,11 @@ from typing import IO, Any, cast
 
 import torch
 import torch.utils.serialization
-from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer
+from torch.serialization import DEFAULT_PROTOCOL
 
 from ray_dcp.format.names import PAYLOAD_ALIGNMENT
 from ray_dcp.store.store import ObjectWriter
+from ray_dcp.torch_private import open_zipfile_writer
 
 
 class LazyTensor:
@@ -101,7 +102,7 @@ def write_torch_file(sink: ObjectWriter, state: Mapping[str, Any]) -> None:
     settings = {"save.compute_crc32": True, "save.storage_alignment": PAYLOAD_ALIGNMENT}
     with (
         torch.utils.serialization.config.patch(settings),  # type: ignore[attr-defined]  # put there on import
-        _open_zipfile_writer(cast(IO[bytes], _Sink(sink))) as archive,
+        open_zipfile_writer(cast(IO[bytes], _Sink(sink))) as archive,
     ):
         _write_text(archive, "data.pkl", buffer.getvalue())
         _write_text(archive, ".format_version", b"1")

@@ -16,8 +16,7 @@ from pathlib import PurePath
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ray_dcp.errors import CorruptCheckpointError, StateDictError, UnsafeDataError
 from ray_dcp.format.safe_pickle import value_unpickler
@@ -34,6 +33,7 @@ from ray_dcp.format.safe_pickle.metadata_rules import (
 from ray_dcp.format.safe_pickle.portable_pickle import member_by_value
 from ray_dcp.format.scalar_record import NotAScalarError, read_scalar
 from ray_dcp.format.zip_record import LOCAL_SIGNATURE
+from ray_dcp.torch_private import MEM_FORMAT_ENCODING, StorageInfo, load_entries, open_zipfile_reader
 from ray_dcp.wording import first_line_of
 
 _LAYOUTS = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}
@@ -145,8 +145,8 @@ def encode_metadata(metadata: Metadata) -> bytes:
     pickler = pickle.Pickler(content, _PROTOCOL)
     pickler.dispatch_table = {
         **copyreg.dispatch_table,
-        _MEM_FORMAT_ENCODING: member_by_value,
-        _StorageInfo: _place_by_call,
+        MEM_FORMAT_ENCODING: member_by_value,
+        StorageInfo: _place_by_call,
         MetadataIndex: _index_by_call,
         Metadata: _places_first,
     }
@@ -154,10 +154,10 @@ def encode_metadata(metadata: Metadata) -> bytes:
     return content.getvalue()
 
 
-def _place_by_call(place: _StorageInfo) -> tuple[Any, ...]:
+def _place_by_call(place: StorageInfo) -> tuple[Any, ...]:
     """As short as can be: there is one for each item."""
     more = (place.transform_descriptors,) if place.transform_descriptors is not None else ()
-    return _StorageInfo, (place.relative_path, place.offset, place.length, *more)
+    return StorageInfo, (place.relative_path, place.offset, place.length, *more)
 
 
 def _index_by_call(index: MetadataIndex) -> tuple[Any, ...]:
@@ -251,12 +251,12 @@ def _is_well_formed(saved: Any) -> bool:
 def _require_places(metadata: Metadata, file: str) -> None:
     """A name without a place is left to whoever looks for it; a user's own writer may have put anything else."""
     for index, info in (metadata.storage_data or {}).items():
-        if isinstance(info, _StorageInfo) and not _is_place(info):
+        if isinstance(info, StorageInfo) and not _is_place(info):
             fqn = str(getattr(index, "fqn", ""))
             raise CorruptCheckpointError("is no readable metadata: a place in it is none", file=file, fqn=fqn)
 
 
-def _is_place(info: _StorageInfo) -> bool:
+def _is_place(info: StorageInfo) -> bool:
     """Whether it is all there: a pickle may make one without what its class always has."""
     try:
         return isinstance(info.relative_path, str) and _are_counts((info.offset, info.length))
@@ -319,8 +319,8 @@ def _is_zip(content: IO[bytes]) -> bool:
 def _plain_value(content: IO[bytes], file: str, fqn: str, map_location: str) -> Any:
     """What is tensors and plain values of Python and numpy, and nothing else."""
     try:
-        with torch.serialization._open_zipfile_reader(content) as entries:
-            return torch.serialization._load(entries, map_location, value_unpickler, encoding="utf-8")
+        with open_zipfile_reader(content) as entries:
+            return load_entries(entries, map_location, value_unpickler, encoding="utf-8")
     except StateDictError:
         raise  # nothing is wrong with what is stored
     except pickle.UnpicklingError as error:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.serialization import DEFAULT_PROTOCOL
 
+from ray_dcp.torch_private import dtype_to_storage_type, new_dtypes, rebuild_tensor, rebuild_tensor_of_late_dtype
+
 _NAME, _LOCATION = "0", "cpu"
 
 
@@ -38,9 +40,9 @@ class _StoredTensor:
         """As ``torch.Tensor.__reduce_ex__``: dtypes that came late have a rebuild function of their own."""
         storage = _Storage(self._dtype, math.prod(self._sizes))
         arguments: tuple[Any, ...] = (storage, 0, self._sizes, _strides(self._sizes), False, OrderedDict())
-        if self._dtype in torch.storage._new_dtypes():
-            return torch._utils._rebuild_tensor_v3, (*arguments, self._dtype)
-        return torch._utils._rebuild_tensor_v2, arguments
+        if self._dtype in new_dtypes():
+            return rebuild_tensor_of_late_dtype, (*arguments, self._dtype)
+        return rebuild_tensor, arguments
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -55,10 +57,10 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        if obj.dtype in torch.storage._new_dtypes():
+        if obj.dtype in new_dtypes():
             nbytes = obj.numel * obj.dtype.itemsize
             return "storage", torch.UntypedStorage, _NAME, _LOCATION, nbytes
-        name = torch.storage._dtype_to_storage_type_map()[obj.dtype]
+        name = dtype_to_storage_type()[obj.dtype]
         return "storage", getattr(torch, name), _NAME, _LOCATION, obj.numel
 
 

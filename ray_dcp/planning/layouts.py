@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import _check_box_overlap
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItem
 from torch.distributed.checkpoint.planner_helpers import (
-    _create_chunk_list,
-    _create_write_items,
     create_read_items_for_chunk_list,
 )
 from torch.distributed.tensor import DTensor
+
+from ray_dcp.planning.disjoint import overlapping
+from ray_dcp.torch_private import create_chunk_list, create_write_items
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -102,7 +102,7 @@ class WriteLayouts:
         )
         known = self._known.get(key)
         if known is None:
-            (known,) = _create_write_items(fqn, value)
+            (known,) = create_write_items(fqn, value)
             self._known[key] = known
         return WriteItem(MetadataIndex(fqn, known.index.offset), known.type, None, known.tensor_data)
 
@@ -128,7 +128,7 @@ class ReadLayouts:
 def _planned_reads(value: torch.Tensor, saved: TensorStorageMetadata) -> PlannedReads:
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         return NO_READS  # this rank is not in its mesh
-    chunks = _create_chunk_list(value)
+    chunks = create_chunk_list(value)
     reads = create_read_items_for_chunk_list("", saved, chunks)
     problems = _uncovered_regions(chunks, reads)
     return PlannedReads(tuple(map(_with_one_index, reads)), tuple(problems))
@@ -149,7 +149,7 @@ def _uncovered_regions(chunks: Sequence[ChunkStorageMetadata], reads: Sequence[R
     for chunk in chunks:
         boxes = boxes_of.get(chunk.offsets, [])
         region = f"region of shape {tuple(chunk.sizes)} at offsets {tuple(chunk.offsets)}"
-        if overlap(boxes):
+        if any(overlapping([(box.offsets, box.sizes) for box in boxes])):
             problems.append(f"stored chunks overlap within the {region}, so its values are ambiguous")
             continue
         whole = math.prod(chunk.sizes)
@@ -157,18 +157,3 @@ def _uncovered_regions(chunks: Sequence[ChunkStorageMetadata], reads: Sequence[R
         if missing:
             problems.append(f"no stored chunk covers {missing} of {whole} elements of the {region}")
     return problems
-
-
-def overlap(boxes: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether any two share an element. Sweeps along the dimension that tells most of them apart."""
-    boxes = [box for box in boxes if math.prod(box.sizes)]
-    if len(boxes) < 2 or not boxes[0].sizes:
-        return len(boxes) > 1
-    sweep = max(range(len(boxes[0].sizes)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
-    active: list[ChunkStorageMetadata] = []
-    for box in sorted(boxes, key=lambda box: box.offsets[sweep]):
-        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > box.offsets[sweep]]
-        if any(_check_box_overlap(box, other) for other in active):
-            return True
-        active.append(box)
-    return False

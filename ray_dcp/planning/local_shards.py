@@ -17,12 +17,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ray_dcp.errors import ConfigError
+from ray_dcp.planning.disjoint import overlapping
+from ray_dcp.torch_private import disabled_torch_function, make_wrapper_subclass, to_copy
 
 _CHUNKWISE = frozenset(
     {
         torch.ops.aten.detach.default,
         torch.ops.aten.clone.default,
-        torch.ops.aten._to_copy.default,
+        to_copy,
         torch.ops.aten.empty_like.default,
         torch.ops.aten.zero_.default,
         torch.ops.aten.fill_.Scalar,
@@ -56,7 +58,7 @@ class LocalShards(torch.Tensor):
         dtype = dtype or (first.dtype if first is not None else torch.get_default_dtype())
         _require_fitting(size, by_offsets, dtype)
         device = first.device if first is not None else torch.device("cpu")
-        shards = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        shards = make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         shards.chunks = by_offsets
         return shards
 
@@ -65,7 +67,7 @@ class LocalShards(torch.Tensor):
     ) -> None:
         super().__init__()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -164,13 +166,6 @@ def _require_fitting(size: torch.Size, chunks: Mapping[tuple[int, ...], torch.Te
             raise ConfigError("LocalShards.chunks", f"{where} reaches outside the size {tuple(size)}")
         if chunk.dtype != dtype:
             raise ConfigError("LocalShards.chunks", f"{where} is {chunk.dtype}, others are {dtype}")
-    held = [(offsets, chunk) for offsets, chunk in chunks.items() if chunk.numel()]
-    for number, (offsets, chunk) in enumerate(held):
-        for other_offsets, other in held[:number]:
-            if _overlap(offsets, chunk, other_offsets, other):
-                raise ConfigError("LocalShards.chunks", f"chunks at {other_offsets} and {offsets} overlap")
-
-
-def _overlap(a: tuple[int, ...], chunk_a: torch.Tensor, b: tuple[int, ...], chunk_b: torch.Tensor) -> bool:
-    sizes = zip(a, chunk_a.shape, b, chunk_b.shape, strict=True)
-    return all(start_a < start_b + n_b and start_b < start_a + n_a for start_a, n_a, start_b, n_b in sizes)
+    held = list(chunks)
+    for one, other in overlapping([(offsets, chunk.shape) for offsets, chunk in chunks.items()]):
+        raise ConfigError("LocalShards.chunks", f"chunks at {held[one]} and {held[other]} overlap")

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
 
 from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.reads.chunk import Box, StoredChunk
+from ray_dcp.torch_private import narrow_tensor_by_index
 
 PIECE_NBYTES = 16 * BLOCK_NBYTES
 """Read at a time: large enough that the blocks at its ends, read twice, cost little."""

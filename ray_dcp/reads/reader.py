@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -40,6 +39,7 @@ from ray_dcp.reads.sharing.segment import Sharing
 from ray_dcp.reads.wanted import Loaded, RecordTasks, count_as_changed, large_of
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.open import open_store, opens
+from ray_dcp.torch_private import StorageInfo
 
 
 class StoreReader(StorageReader):
@@ -278,7 +278,7 @@ class StoreReader(StorageReader):
 
     def _wanted_by_place(self, plan: LoadPlan) -> list[WantedRecord]:
         by_place: dict[tuple[str, int, int, str], list[ReadItem]] = defaultdict(list)
-        infos: dict[tuple[str, int, int, str], _StorageInfo] = {}
+        infos: dict[tuple[str, int, int, str], StorageInfo] = {}
         for item in plan.items:
             info = self._info(item)
             place = info.relative_path, info.offset, info.length, item.storage_index.fqn
@@ -289,11 +289,11 @@ class StoreReader(StorageReader):
             for place, info in infos.items()
         ]
 
-    def _info(self, item: ReadItem) -> _StorageInfo:
+    def _info(self, item: ReadItem) -> StorageInfo:
         assert self._metadata is not None
         info = (self._metadata.storage_data or {}).get(item.storage_index)
         # Damage may leave one without all its parts; a user's own writer may have put something else.
-        if not isinstance(info, _StorageInfo) or not {"relative_path", "offset", "length"} <= vars(info).keys():
+        if not isinstance(info, StorageInfo) or not {"relative_path", "offset", "length"} <= vars(info).keys():
             raise CorruptCheckpointError(
                 f"names no place for the chunk at {item.storage_index.offset}",
                 file=self._file(METADATA),

@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -35,6 +32,7 @@ from ray_dcp.reads.chunk import (
     require_consistent,
 )
 from ray_dcp.reads.engine import Lane, ReadShape
+from ray_dcp.torch_private import ExtensionRegistry, StorageInfo, StreamTransformExtension, narrow_tensor_by_index
 
 _FOLDER = 1 << 4
 """In the attributes of a zip entry."""
@@ -51,7 +49,7 @@ class WantedRecord(NamedTuple):
     """Of the bytes that hold the value: the payload where the manifest says where that is, else the whole record."""
     nbytes: int
     items: Sequence[ReadItem]
-    info: _StorageInfo | None
+    info: StorageInfo | None
     """Where torch wrote the checkpoint."""
     table: EntryTable | None
     """Where the manifest says more: of each record, ..."""
@@ -296,7 +294,7 @@ def _chunk_sizes(described: TensorStorageMetadata, index: MetadataIndex) -> tupl
     return next((tuple(chunk.sizes) for chunk in described.chunks if chunk.offsets == index.offset), ())
 
 
-def _transformed(info: _StorageInfo | None, content: bytes) -> bytes:
+def _transformed(info: StorageInfo | None, content: bytes) -> bytes:
     """``content`` as it was before the writer's stream transforms (torch's ``_extensions``), if any."""
     if info is None or not info.transform_descriptors:
         return content

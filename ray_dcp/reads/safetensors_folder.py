@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,9 +28,11 @@ from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError, ObjectTo
 from ray_dcp.format.manifest import Entry, Manifest, encode_manifest, metadata_digest
 from ray_dcp.format.metadata_file import encode_metadata
 from ray_dcp.format.safetensors_header import Header, has_dtype, parse_json_object, read_header
+from ray_dcp.planning.disjoint import overlapping
 from ray_dcp.planning.values.flat import NO_WORD
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.store.store import Store, StoredObject
+from ray_dcp.torch_private import StorageInfo
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -187,7 +189,7 @@ def _metadata(store: Store, entries: Sequence[Entry]) -> Metadata:
         state_dict_metadata={fqn: _whole(store, chunks) for fqn, chunks in by_name.items()},
         planner_data={fqn: (fqn,) for fqn in by_name},
         storage_data={
-            MetadataIndex(entry.fqn, torch.Size(entry.offsets or ())): _StorageInfo(
+            MetadataIndex(entry.fqn, torch.Size(entry.offsets or ())): StorageInfo(
                 entry.file, entry.record_offset, entry.record_nbytes
             )
             for entry in entries
@@ -220,13 +222,14 @@ def _whole(store: Store, chunks: Sequence[Entry]) -> TensorStorageMetadata:
 def _require_tiled(store: Store, chunks: Sequence[Entry], size: tuple[int, ...]) -> None:
     """The chunks lie apart and leave no hole, so the tensor has one value everywhere."""
     repeated = len({(chunk.offsets, chunk.sizes) for chunk in chunks}) < len(chunks)
-    overlapping = chunks[-1] if repeated else _first_overlap(chunks, len(size))
-    if overlapping is not None:
+    pair = next(overlapping([(chunk.offsets or (), chunk.sizes or ()) for chunk in chunks]), None)
+    if repeated or pair is not None:
+        held_twice = chunks[-1] if pair is None or repeated else chunks[pair[1]]
         files = ", ".join(sorted({chunk.file for chunk in chunks}))
         raise CorruptCheckpointError(
             f"more than one file holds it, or one part of it ({files}), and a folder is read as one model",
-            file=join_url(store.url, overlapping.file),
-            fqn=overlapping.fqn,
+            file=join_url(store.url, held_twice.file),
+            fqn=held_twice.fqn,
         )
     missing = math.prod(size) - sum(math.prod(chunk.sizes or ()) for chunk in chunks)
     if missing:
@@ -235,24 +238,6 @@ def _require_tiled(store: Store, chunks: Sequence[Entry], size: tuple[int, ...])
             file=store.url,
             fqn=chunks[0].fqn,
         )
-
-
-def _first_overlap(chunks: Sequence[Entry], num_dims: int) -> Entry | None:
-    """A chunk that shares an element with another one. Sweeps along the dimension that tells most of them apart."""
-    held = [chunk for chunk in chunks if math.prod(chunk.sizes or ())]
-    if not num_dims or len(held) < 2:
-        return held[1] if len(held) > 1 else None
-    starts, sizes = [chunk.offsets or () for chunk in held], [chunk.sizes or () for chunk in held]
-    sweep = max(range(num_dims), key=lambda dim: len({start[dim] for start in starts}))
-    active: list[int] = []
-    for number in sorted(range(len(held)), key=lambda number: starts[number][sweep]):
-        active = [other for other in active if starts[other][sweep] + sizes[other][sweep] > starts[number][sweep]]
-        for other in active:
-            along = zip(starts[number], sizes[number], starts[other], sizes[other], strict=True)
-            if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in along):
-                return held[number]
-        active.append(number)
-    return None
 
 
 def _few(names: Sequence[str], most: int = 5) -> str:

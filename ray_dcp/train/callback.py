@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from typing import Any, ParamSpec
 
 import ray
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
 
 from ray_dcp.cluster.coordinator_actor import NAMESPACE, end_coordinator, ensure_coordinator
+from ray_dcp.cluster.ray_private import private
 from ray_dcp.cluster.train_context import train_group_name
 from ray_dcp.errors import ConfigError
 from ray_dcp.settings import require_seconds
@@ -34,6 +34,9 @@ _POLICY_CACHE_S = 1.1
 """Ray's elastic policy answers from its last look for a second (``GET_RESERVED_RESOURCES_INTERVAL_S``)."""
 
 _P = ParamSpec("_P")
+_ControllerCallback: Any = private("ControllerCallback")
+_WorkerGroupCallback: Any = private("WorkerGroupCallback")
+_WorkerCallback: Any = private("WorkerCallback")
 
 
 def _never_fails_the_run(hook: Callable[_P, None]) -> Callable[_P, None]:
@@ -49,7 +52,7 @@ def _never_fails_the_run(hook: Callable[_P, None]) -> Callable[_P, None]:
     return guarded
 
 
-class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback):
+class CheckpointCallback(_ControllerCallback, _WorkerGroupCallback, _WorkerCallback):
     """Let a run go on within seconds of the loss of a rank or a node.
 
     For ``RunConfig(callbacks=[CheckpointCallback()])``, or, without touching the code of the run,
@@ -221,12 +224,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
 
     def _recompute_reservation(self, *, wait: bool) -> None:
         """Let Ray's autoscaling coordinator look at the nodes now: by itself it does so every 20 seconds."""
-        # Private in Ray. Where it is gone, an elastic restart takes as long as Ray's own.
-        from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
-            get_or_create_autoscaling_coordinator,
-        )
-
-        coordinator = get_or_create_autoscaling_coordinator()
+        coordinator = private("get_or_create_autoscaling_coordinator")()
         reserved = coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
         if wait:
             ray.get(reserved, timeout=_RECOMPUTE_TIMEOUT_S)

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from ray_dcp.cluster.ray_private import private
 from ray_dcp.train.early_look import look_now
 
 _MAX_WAIT_FOR_ANSWERS_S = 0.5
@@ -25,10 +26,9 @@ class ControllerAccess:
     """The controller of this process, which is its actor."""
 
     def __init__(self) -> None:
-        from ray._private.worker import global_worker
-
         self._actor = ray.get_runtime_context().current_actor
-        self._controller: Any = global_worker.actors[global_worker.actor_id]
+        worker = private("global_worker")
+        self._controller: Any = worker.actors[worker.actor_id]
         self.leaves_out = False
         """Whether nodes can be left out of a restart."""
 

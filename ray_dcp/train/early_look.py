@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ray_dcp.cluster.ray_private import private
+
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.1
@@ -53,9 +55,7 @@ class ActorWatch:
 
 def tell_of_own_failure() -> None:
     """Start a thread in a worker that tells the controller as soon as this worker's train function has raised."""
-    from ray.train.v2._internal.execution.context import get_train_context
-
-    context = get_train_context()
+    context = private("get_train_context")()
     runner, controller = context.execution_context.training_thread_runner, context.controller_actor
 
     def watch() -> None:

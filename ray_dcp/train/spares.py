@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
-from ray.experimental import internal_kv
 from ray.runtime_env import RuntimeEnv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dcp.cluster.ray_private import private
 from ray_dcp.train.spare_process import Surroundings, own_surroundings
 
 logger = logging.getLogger(__name__)
@@ -57,20 +57,16 @@ class Spares:
 
         Raises ``ValueError`` where they have a hook of the user's.
         """
-        from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-        from ray._private.runtime_env.setup_hook import decode_function_key
-        from ray._private.worker import global_worker
-
+        hook_variable = private("WORKER_PROCESS_SETUP_HOOK_ENV_VAR")
+        export = private("global_worker").function_actor_manager.export_setup_func
         own = dict(run_config.worker_runtime_env or {})
         variables = dict(own.get("env_vars") or {})
         inherited = ray.get_runtime_context().runtime_env
         for environment in (own, inherited):
-            if "worker_process_setup_hook" in environment or WORKER_PROCESS_SETUP_HOOK_ENV_VAR in (
-                environment.get("env_vars") or {}
-            ):
+            if "worker_process_setup_hook" in environment or hook_variable in (environment.get("env_vars") or {}):
                 raise ValueError("the workers have a worker_process_setup_hook already")
-        key = global_worker.function_actor_manager.export_setup_func(_hook(self._key), timeout=_ANSWER_TIMEOUT_S)
-        variables[WORKER_PROCESS_SETUP_HOOK_ENV_VAR] = decode_function_key(key)
+        key = export(_hook(self._key), timeout=_ANSWER_TIMEOUT_S)
+        variables[hook_variable] = private("decode_function_key")(key)
         run_config.worker_runtime_env = {**own, "env_vars": variables}
 
     def group_started(self, workers: Iterable[Any]) -> None:
@@ -98,7 +94,7 @@ class Spares:
             surroundings = self._surroundings
         if surroundings is None:
             return
-        internal_kv._internal_kv_del(self._key, del_by_prefix=True, namespace=_NAMESPACE)
+        private("_internal_kv_del")(self._key, del_by_prefix=True, namespace=_NAMESPACE)
         # Raylets end a process by themselves only when its time has come. One that becomes an actor can be told.
         taken = [
             ray.remote(num_cpus=0, runtime_env=RuntimeEnv.deserialize(surroundings.runtime_env))(_Taker)
@@ -132,18 +128,18 @@ class Spares:
                 return
             self._waiting += missing
             self._started_at = time.monotonic()
-        internal_kv._internal_kv_put(f"{self._key}/begin", surroundings.encoded(), namespace=_NAMESPACE)
+        private("_internal_kv_put")(f"{self._key}/begin", surroundings.encoded(), namespace=_NAMESPACE)
         _ask_raylets_for(missing, surroundings)
         self._wait_until_imported(missing.total(), ended)
 
     def _wait_until_imported(self, num_processes: int, ended: threading.Event) -> None:
         deadline = time.monotonic() + _IMPORT_TIMEOUT_S
         while time.monotonic() < deadline and not ended.wait(_LOOK_AGAIN_S):
-            done = internal_kv._internal_kv_list(f"{self._key}/done/", namespace=_NAMESPACE)
+            done = private("_internal_kv_list")(f"{self._key}/done/", namespace=_NAMESPACE)
             if len(done) >= num_processes:
                 break
         # From now on a process that is started with that runtime environment is no spare one: say, a task's.
-        internal_kv._internal_kv_del(self._key, del_by_prefix=True, namespace=_NAMESPACE)
+        private("_internal_kv_del")(self._key, del_by_prefix=True, namespace=_NAMESPACE)
 
 
 class _Taker:
@@ -151,15 +147,15 @@ class _Taker:
 
 
 def _hook(key: str) -> Callable[[], None]:
+    get, put = private("_internal_kv_get"), private("_internal_kv_put")
+
     def look_for_what_to_import() -> None:
         # Ray ends a process whose hook raises. It gets this function by value, so nothing need be importable there.
         try:
             import os
             import threading
 
-            from ray.experimental import internal_kv
-
-            encoded = internal_kv._internal_kv_get(f"{key}/begin", namespace="ray_dcp")
+            encoded = get(f"{key}/begin", namespace="ray_dcp")
             if encoded is None:
                 return  # the usual case: this is no spare process
 
@@ -173,7 +169,7 @@ def _hook(key: str) -> Callable[[], None]:
             importing = threading.Thread(target=import_behind_others)
             importing.start()
             importing.join()
-            internal_kv._internal_kv_put(f"{key}/done/{os.urandom(8).hex()}", b"", namespace="ray_dcp")
+            put(f"{key}/done/{os.urandom(8).hex()}", b"", namespace="ray_dcp")
         except Exception:  # noqa: BLE001 - it is as good a process as any other
             return
 
@@ -181,14 +177,11 @@ def _hook(key: str) -> Callable[[], None]:
 
 
 def _ask_raylets_for(missing: Mapping[str, int], surroundings: Surroundings) -> None:
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray._private.utils import get_runtime_env_info
-    from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
-
+    connected = private("init_grpc_channel")
     environment = RuntimeEnv.deserialize(surroundings.runtime_env)
-    request = node_manager_pb2.PrestartWorkersRequest(
-        runtime_env_info=get_runtime_env_info(environment),
-        language=common_pb2.PYTHON,
+    request = private("node_manager_pb2").PrestartWorkersRequest(
+        runtime_env_info=private("get_runtime_env_info")(environment),
+        language=private("common_pb2").PYTHON,
         job_id=bytes.fromhex(surroundings.job_id),
         keep_alive_duration_secs=_KEEP_ALIVE_S,
     )
@@ -197,6 +190,6 @@ def _ask_raylets_for(missing: Mapping[str, int], surroundings: Surroundings) -> 
     for node in ray.nodes():
         if node["Alive"] and missing.get(node["NodeID"]):
             request.num_workers = missing[node["NodeID"]]
-            with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
-                stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
+            with connected(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
+                stub = private("node_manager_pb2_grpc").NodeManagerServiceStub(channel)
                 stub.PrestartWorkers(request, timeout=_ANSWER_TIMEOUT_S)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ray_dcp.format.manifest import EntryTable
+from ray_dcp.torch_private import StorageInfo
 from ray_dcp.write.tensor_record import Payload
 
 
@@ -94,7 +94,7 @@ class WrittenColumns:
             self.payload_nbytes[number],
             self.crcs_of(number),
         )
-        place = _StorageInfo(self.file, payload.record_offset, payload.record_nbytes)
+        place = StorageInfo(self.file, payload.record_offset, payload.record_nbytes)
         return StoredItem(index, payload.record_nbytes, place, payload, dtype, sizes, self.rank)
 
 
@@ -166,11 +166,11 @@ def entry_table(written: Sequence[WrittenItems]) -> EntryTable:
     return EntryTable(columns)
 
 
-def storage_data(written: Sequence[WrittenItems]) -> dict[MetadataIndex, _StorageInfo]:
+def storage_data(written: Sequence[WrittenItems]) -> dict[MetadataIndex, StorageInfo]:
     """Where each item lies, as ``.metadata`` has it."""
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[MetadataIndex, StorageInfo] = {}
     for items in written:
         of_file = items.columns
         for index, offset, nbytes in zip(items.indexes, of_file.record_offsets, of_file.record_nbytes, strict=True):
-            places[index] = _StorageInfo(of_file.file, offset, nbytes)
+            places[index] = StorageInfo(of_file.file, offset, nbytes)
     return places

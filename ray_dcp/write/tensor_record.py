@@ -11,7 +11,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ray_dcp.format.checksums import BlockChecksums, block_crcs, crc32, crc_of_blocks
 from ray_dcp.format.names import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
@@ -20,6 +19,7 @@ from ray_dcp.format.zip_record import RecordFrame, SmallFrame, frame_payload
 from ray_dcp.staging.host_pieces import host_pieces, small_content
 from ray_dcp.store.chunks import chunk_bytes
 from ray_dcp.store.store import ObjectWriter
+from ray_dcp.torch_private import AsyncCollectiveTensor
 
 _MAX_HELD_NBYTES = 1 << 18
 MAX_TINY_NBYTES = 8

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.layouts import overlap
 from ray_dcp.planning.template.template_planner import set_at
 from tests.shardings import same_bits
 
@@ -294,20 +291,6 @@ class TestCoverage:
         (problem,) = problems(template, tmp_path)
         assert problem.startswith("t: stored chunks overlap")
         assert bool(template["t"].isnan().all())
-
-    @given(
-        st.lists(
-            st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)),
-            min_size=0,
-            max_size=6,
-        )
-    )
-    def test_overlaps_are_found_wherever_they_are(self, boxes):
-        counts = torch.zeros(8, 8)
-        for x, y, height, width in boxes:
-            counts[x : x + height, y : y + width] += 1
-        chunks = [ChunkStorageMetadata(torch.Size((x, y)), torch.Size((h, w))) for x, y, h, w in boxes]
-        assert overlap(chunks) == bool((counts > 1).any())
 
 
 class TestCast:

@@ -11,7 +11,7 @@ import pytest
 from pyarrow.fs import FileSystem, LocalFileSystem, S3FileSystem, SubTreeFileSystem
 from ray.train import Checkpoint
 
-from ray_dcp.cluster import train_context
+from ray_dcp.cluster import ray_private, train_context
 from ray_dcp.errors import ConfigError, CorruptCheckpointError
 from ray_dcp.format.names import POINTER
 from ray_dcp.train import checkpoint_id_of, reporting
@@ -22,7 +22,7 @@ BUCKET = "s3://bucket/runs?endpoint_override=127.0.0.1%3A9000&scheme=http"
 @pytest.fixture
 def inside_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let this process look like a worker of a run with this storage."""
-    module = train_context._CONTEXT_MODULE
+    module = ray_private.TRAIN_CONTEXT_MODULE
 
     def become_worker(storage_path: str, filesystem: FileSystem | None = None) -> None:
         found, base = (filesystem, storage_path) if filesystem else FileSystem.from_uri(storage_path)
@@ -41,7 +41,7 @@ def inside_run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_outside_of_a_worker_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (None, SimpleNamespace(_train_context=None)):
-        monkeypatch.setitem(sys.modules, train_context._CONTEXT_MODULE, module)
+        monkeypatch.setitem(sys.modules, ray_private.TRAIN_CONTEXT_MODULE, module)
         assert train_context.train_group_spec() is None
         assert train_context.experiment_root() is None
         assert train_context.ray_num_to_keep() is None

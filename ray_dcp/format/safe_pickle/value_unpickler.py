@@ -16,15 +16,11 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any, NoReturn
 
 import torch
-from torch._weights_only_unpickler import (
-    _blocklisted_modules,
-    _get_allowed_globals,
-    _get_user_allowed_globals,
-)
 
 from ray_dcp.format.safe_pickle import plain_values
 from ray_dcp.format.safe_pickle.metadata_rules import EnumMember, NotAllowedError, StandIns, as_named_now
 from ray_dcp.format.safe_pickle.plain_checks import RefusedValueError
+from ray_dcp.torch_private import allowed_globals, blocklisted_modules, user_allowed_globals
 
 _CALL_THEIR_FIRST = ("torch._tensor._rebuild_from_type_v2",)
 """Functions of torch's list that call what a file passes to them first."""
@@ -57,7 +53,7 @@ class Unpickler(_Base):
     def __init__(self, file: IO[bytes], **options: Any) -> None:
         super().__init__(file, **options)
         self._given = StandIns()
-        self._users = _get_user_allowed_globals()
+        self._users = user_allowed_globals()
         self._user_ids = {id(one) for one in self._users.values()}
 
     def load(self) -> Any:
@@ -90,14 +86,14 @@ class Unpickler(_Base):
                 return allowed[path]
         if path in plain_values.FUNCTIONS:
             return self._given.give(Function(plain_values.FUNCTIONS[path]))
-        if path in _get_allowed_globals():
+        if path in allowed_globals():
             return self._torchs(path)
-        if path in self._users and module not in _blocklisted_modules:
+        if path in self._users and module not in blocklisted_modules:
             return self._users[path]
         raise pickle.UnpicklingError(f"GLOBAL {path} was not an allowed global")
 
     def _torchs(self, path: str) -> Any:
-        found = _get_allowed_globals()[path]
+        found = allowed_globals()[path]
         if path in (*_CALL_THEIR_FIRST, *_CALL_A_CLASS):
             is_allowed = _is_torchs_own if path in _CALL_THEIR_FIRST else self._is_tensor_class
             return self._given.give(Function(functools.partial(_call_if, is_allowed, found)))
@@ -254,7 +250,7 @@ def _plain_calls() -> dict[int, Callable[..., Any]]:
 def _torch_ids() -> frozenset[int]:
     """What a file may call of torch's, apart from the names that stand for themselves here."""
     plain = {id(one) for one in plain_values.CLASSES.values()}
-    own = {path: one for path, one in _get_allowed_globals().items() if path not in plain_values.FUNCTIONS}
+    own = {path: one for path, one in allowed_globals().items() if path not in plain_values.FUNCTIONS}
     return frozenset(id(one) for one in own.values()) - plain
 
 

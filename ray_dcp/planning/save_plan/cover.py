@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
+from ray_dcp.planning.disjoint import overlapping
 from ray_dcp.wording import joined, ranks_text
 
 _MAX_TOLD = 3
@@ -37,7 +38,7 @@ def is_covered(size: Sequence[int], held: Sequence[Held]) -> bool:
     """Whether the chunks hold each element exactly once, and nothing else."""
     if any(_outside(size, one) for one in held) or sum(one.numel for one in held) != math.prod(size):
         return False
-    return next(_overlaps(size, held), None) is None
+    return not any(overlapping([(one.offsets, one.sizes) for one in held]))
 
 
 def cover_problem(size: Sequence[int], held: Sequence[Held]) -> str:
@@ -49,7 +50,8 @@ def cover_problem(size: Sequence[int], held: Sequence[Held]) -> str:
     outside = [one for one in held if _outside(size, one)]
     inside = [one for one in held if not _outside(size, one) and one.numel > 0]
     told = [_outside_text(one, size) for one in outside[:_MAX_TOLD]]
-    told += [_overlap_text(a, b, size) for a, b in islice(_overlaps(size, inside), _MAX_TOLD)]
+    pairs = overlapping([(one.offsets, one.sizes) for one in inside])
+    told += [_overlap_text(inside[a], inside[b], size) for a, b in islice(pairs, _MAX_TOLD)]
     looks = [_MAX_LOOKS]
     holes = list(islice(_holes(size, inside, 0, looks), _MAX_TOLD + 1))
     whole = not held or bool(held[0].ranks)
@@ -83,30 +85,6 @@ def _outside(size: Sequence[int], one: Held) -> bool:
 
 def _spans(one: Held) -> list[Span]:
     return [one.span(dim) for dim in range(len(one.offsets))]
-
-
-def _overlaps(size: Sequence[int], held: Sequence[Held]) -> Iterator[tuple[Held, Held]]:
-    """Pairs that share an element. Sweeps along the dimension that tells most of them apart."""
-    boxes = [one for one in held if one.numel]
-    if not size:
-        yield from pairwise(boxes)
-        return
-    if len(boxes) < 2:
-        return
-    dims = sorted(range(len(size)), key=lambda dim: -len({box.offsets[dim] for box in boxes}))
-    # The dimensions that tell most apart come first: one of them is enough nearly always.
-    spans = [[box.span(dim) for dim in dims] for box in boxes]
-    active: list[int] = []
-    for number in sorted(range(len(boxes)), key=lambda number: spans[number][0]):
-        own = spans[number]
-        active = [other for other in active if spans[other][0][1] > own[0][0]]
-        for other in active:
-            for (a, b), (c, d) in zip(own[1:], spans[other][1:], strict=True):
-                if a >= d or c >= b:
-                    break
-            else:
-                yield boxes[other], boxes[number]
-        active.append(number)
 
 
 def _holes(size: Sequence[int], held: Sequence[Held], dim: int, looks: list[int]) -> Iterator[list[Span]]:

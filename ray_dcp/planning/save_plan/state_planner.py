@@ -12,16 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.format.scalar_record import SCALARS
@@ -35,6 +30,15 @@ from ray_dcp.planning.values.foreign_classes import warn_of_foreign
 from ray_dcp.planning.values.python_record import python_record
 from ray_dcp.planning.values.survey import IN_ONE_RANK, HiddenPartError, Survey
 from ray_dcp.planning.values.ties import SeenMemory
+from ray_dcp.torch_private import (
+    AsyncCollectiveTensor,
+    ShardedTensor,
+    create_write_items,
+    dtype_to_storage_type,
+    flatten_sharded_tensors,
+    new_dtypes,
+    wraps_other_tensors,
+)
 
 
 class StatePlanner(DefaultSavePlanner):
@@ -76,7 +80,7 @@ class StatePlanner(DefaultSavePlanner):
         if self.flatten_state_dict:
             state_dict, self.mappings = flat_state(state_dict)
         if self.flatten_sharded_tensors and _holds_sharded_tensor(state_dict, walked=not self.flatten_state_dict):
-            state_dict = _flatten_sharded_tensors(state_dict)
+            state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
@@ -138,7 +142,7 @@ class StatePlanner(DefaultSavePlanner):
             return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
         if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
             return []
-        return list(_create_write_items(fqn, value))
+        return list(create_write_items(fqn, value))
 
     def _item_problems(self, item: WriteItem) -> Iterator[str]:
         """Why an item cannot be saved; a Python object that can be is pickled on the way."""
@@ -175,7 +179,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return "a quantized tensor; save its int_repr(), scale and zero point"
     if tensor.dtype not in _STORABLE_DTYPES:
         return f"torch.save has no record for {tensor.dtype}; save a view as another dtype"
-    if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, AsyncCollectiveTensor):
+    if wraps_other_tensors(tensor) and not isinstance(tensor, AsyncCollectiveTensor):
         return f"a {type(tensor).__name__} wraps other tensors; save those"
     if is_freed(tensor):
         return "its memory has been freed (FSDP does so between uses); save it while it has values"
@@ -185,7 +189,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
 _CANNOT_BE_SAVED = "the state dict holds values that cannot be saved"
 _PYTHON = frozenset((int, float, str, bytes, bool, type(None), dict, list, tuple))
 """Types that no planner makes anything but a Python object of."""
-_STORABLE_DTYPES = torch.storage._dtype_to_storage_type_map().keys() | torch.storage._new_dtypes()
+_STORABLE_DTYPES = dtype_to_storage_type().keys() | new_dtypes()
 
 
 def _holds_sharded_tensor(state: Any, *, walked: bool) -> bool:

@@ -6,12 +6,12 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.planning.layouts import is_freed, local_part
 from ray_dcp.planning.local_shards import LocalShards
+from ray_dcp.torch_private import ShardedTensor
 
 
 class TemplateMemory:

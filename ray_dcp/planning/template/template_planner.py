@@ -12,9 +12,6 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
-from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -29,6 +26,7 @@ from ray_dcp.planning.template.stored_names import EVERYTHING, NameChoice
 from ray_dcp.planning.template.template_memory import TemplateMemory, can_be_filled, is_meta, unfit
 from ray_dcp.planning.values.containers import Containers
 from ray_dcp.planning.values.flat import LEAVES, NO_WORD, flat_state
+from ray_dcp.torch_private import ShardedTensor, flatten_sharded_tensors, walk_as_before_2_4
 
 _AT_ZERO = torch.Size((0,))
 """What torch's planner gives as place and length of a Python object."""
@@ -95,7 +93,7 @@ class TemplatePlanner(DefaultLoadPlanner):
             self.state_dict = {fqn: value for fqn, value in self.state_dict.items() if self._choice.takes(fqn)}
         others = [value for value in self.state_dict.values() if type(value) not in LEAVES]
         if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in others):
-            self.state_dict = _flatten_sharded_tensors(self.state_dict)
+            self.state_dict = flatten_sharded_tensors(self.state_dict)
         if self._stands_for is not None:
             vars(self._stands_for).update({name: getattr(self, name) for name in _LEFT_BY_TORCH})
 
@@ -285,7 +283,7 @@ class TemplatePlanner(DefaultLoadPlanner):
                 fqn = ".".join(map(str, path))
                 old_flat[fqn], old_paths[fqn] = value, path
 
-            traverse_state_dict_v_2_3(state_dict, visit)
+            walk_as_before_2_4(state_dict, visit)
             if (old_flat.keys() - flat.keys()) & metadata.state_dict_metadata.keys():
                 return old_flat, old_paths
         return flat, paths

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from ray_dcp.torch_private import AsyncCollectiveTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -15,9 +15,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch.distributed.checkpoint._traverse import set_element
-
 from ray_dcp.planning.values.flat import LEAVES, Path, is_walked
+from ray_dcp.torch_private import set_element
 
 Containers = Sequence[Any]
 """One row ``[path, kind, keys]`` for each dict that is not a plain one with text for keys, of JSON values.

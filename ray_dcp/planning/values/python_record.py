@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.utils.serialization
-from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
 from torch.serialization import DEFAULT_PROTOCOL
 
 from ray_dcp.format.names import PAYLOAD_ALIGNMENT
@@ -20,6 +19,7 @@ from ray_dcp.format.scalar_record import SCALARS, scalar_record
 from ray_dcp.format.zip_record import frame_pickle
 from ray_dcp.planning.values.compact import compacted
 from ray_dcp.planning.values.survey import Survey
+from ray_dcp.torch_private import allowed_globals, user_allowed_globals
 
 
 def python_record(value: Any, foreign: set[str] | None = None) -> bytes:
@@ -42,7 +42,7 @@ def python_record(value: Any, foreign: set[str] | None = None) -> bytes:
 
 def _is_allowed(name: str) -> bool:
     """Whether torch lets it in, or the user has allowed it."""
-    return name in _get_allowed_globals() or name in _get_user_allowed_globals()
+    return name in allowed_globals() or name in user_allowed_globals()
 
 
 def _with_tensors(value: Any, replaced: Mapping[int, torch.Tensor], pickler: Any) -> bytes:

@@ -16,7 +16,6 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.serialization import DEFAULT_PROTOCOL
@@ -25,6 +24,7 @@ from ray_dcp.format.safe_pickle.portable_pickle import is_renamed, portable_redu
 from ray_dcp.planning.layouts import is_freed
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import OneRanksValue, PerRank
+from ray_dcp.torch_private import ShardedTensor
 
 IN_ONE_RANK = "would be stored by one rank for all: only dicts and lists may be around it"
 _MAX_SEARCHED = 100_000

@@ -18,7 +18,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -57,6 +56,7 @@ from ray_dcp.protocol.rank.plugin_set_up import accepted
 from ray_dcp.protocol.replica_warnings import warn_of_differing
 from ray_dcp.settings import DEFAULT_REPLICA_CHECK, ReplicaCheck
 from ray_dcp.staging.copies import copy_to_host
+from ray_dcp.torch_private import TorchsFileWriter
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.write.results import WrittenColumns, WrittenItems
 from ray_dcp.write.writer import ShardTarget, StoreWriter
@@ -279,7 +279,7 @@ def _plan_locally(state: dict[str, Any], request: SaveRequest, call: Call) -> Sa
 def _contribution(local: SavePlan, state: dict[str, Any], request: SaveRequest, call: Call) -> SaveContribution:
     planner, writer = request.planner, request.writer
     carried = call.carry(for_global_step(planner), writer) if call.rank == 0 and _may_travel(writer) else None
-    reports_results = isinstance(writer, StoreWriter | _FileSystemWriter)
+    reports_results = isinstance(writer, StoreWriter | TorchsFileWriter)
     plan: SavePlan | PlanTable = local
     if are_own(planner, writer):
         assert isinstance(planner, StatePlanner)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from ray_dcp.planning.template.overlaps import SharedMemory, reach
 from ray_dcp.reads.reader import StoreReader
+from ray_dcp.torch_private import neg_view
 from ray_dcp.wording import joined
 
 
@@ -88,7 +89,7 @@ class _Aside(DefaultLoadPlanner):
             typed = memory[: len(memory) // target.itemsize * target.itemsize].view(target.dtype)
             place = typed.as_strided(target.shape, target.stride(), offset)
             place = place.conj() if target.is_conj() else place
-            places.append(torch._neg_view(place) if target.is_neg() else place)
+            places.append(neg_view(place) if target.is_neg() else place)
             places[-1].copy_(values)
         return all(_same_bits(place, values) for place, (_, values) in zip(places, read, strict=True))
 
