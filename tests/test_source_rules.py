@@ -38,6 +38,19 @@ def test_a_module_says_what_it_is(source):
 
 
 @each_source
+def test_a_module_is_imported_by_an_import_statement(source):
+    if source == PACKAGE / "__init__.py":
+        pytest.skip("names of the public API are found when they are asked for")
+    calls = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call) and node.args]
+    hidden = [
+        ast.unparse(node)
+        for node in calls
+        if ast.unparse(node.func).endswith("import_module") and ast.unparse(node.args[0]).lstrip("f")[1:8] == "ray_dcp"
+    ]
+    assert hidden == [], "neither mypy nor import-linter would see it"
+
+
+@each_source
 def test_source_is_ascii(source):
     lines = source.read_text().splitlines()
     assert [number for number, line in enumerate(lines, 1) if not line.isascii()] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
 from collections import defaultdict
@@ -111,14 +110,16 @@ def _tensor(fqn: str, chunks: Sequence[Entry]) -> StoredTensor:
 
 
 def _from_metadata(info: CheckpointInfo, store: Store) -> CheckpointContents:
-    # Only here is torch needed, and it takes seconds to import: the command line starts without it.
-    metadata_file = importlib.import_module("ray_dcp.format.metadata_file")
-    metadata = metadata_file.decode_metadata(store.get(METADATA), file=join_url(store.url, METADATA))
+    # Only here and below is torch needed, and it takes seconds to import: the command line starts without it.
+    from ray_dcp.format.metadata_file import decode_metadata
+
+    metadata = decode_metadata(store.get(METADATA), file=join_url(store.url, METADATA))
     stored: dict[str, list[Any]] = defaultdict(list)
     for index, place in (metadata.storage_data or {}).items():
         stored[index.fqn].append(place)
     tensors, objects = [], []
-    for fqn, described in sorted(metadata.state_dict_metadata.items()):
+    of_names: Mapping[str, Any] = metadata.state_dict_metadata
+    for fqn, described in sorted(of_names.items()):
         ranks = _ranks(rank_of_shard_file(str(place.relative_path)) for place in stored[fqn])
         if hasattr(described, "chunks"):
             dtype, shape = described.properties.dtype, tuple(described.size)
@@ -131,7 +132,10 @@ def _from_metadata(info: CheckpointInfo, store: Store) -> CheckpointContents:
 
 def _from_safetensors(checkpoint_id: str) -> CheckpointContents:
     """Raises ``CheckpointNotFoundError`` where there are none, too."""
-    opened = importlib.import_module("ray_dcp.reads.checkpoint").open_checkpoint(checkpoint_id)  # needs torch, as above
+    from ray_dcp.reads.checkpoint import open_checkpoint
+
+    opened = open_checkpoint(checkpoint_id)
+    assert opened.manifest is not None  # it is made from the headers
     manifest = decode_manifest(opened.manifest, file=opened.checkpoint_id)
     info = CheckpointInfo(None, opened.checkpoint_id, manifest.nbytes, None, manifest.created)
     found = _from_manifest(info, manifest)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.progress_bar import progress_bar
@@ -16,9 +15,8 @@ from ray_dcp.store.location.urls import shown_url
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-ConvertPlan: TypeAlias = Any
-ConvertReport: TypeAlias = Any
-"""Of ``ray_dcp.convert.conversion_plan`` and ``convert``, which import torch."""
+    from ray_dcp.convert.conversion import ConvertReport
+    from ray_dcp.convert.conversion_plan import ConvertPlan
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -97,8 +95,10 @@ def convert_source(arguments: argparse.Namespace) -> int:
     from ray_dcp.cli import output
 
     # Both need torch, which takes seconds to import: the command line starts without it.
-    plans = importlib.import_module("ray_dcp.convert.conversion_plan")
-    options = plans.ConvertOptions(
+    from ray_dcp.convert.conversion import convert
+    from ray_dcp.convert.conversion_plan import ConvertOptions, plan_convert
+
+    options = ConvertOptions(
         to=arguments.to,
         include=arguments.include,
         exclude=arguments.exclude,
@@ -108,13 +108,13 @@ def convert_source(arguments: argparse.Namespace) -> int:
         max_shard_nbytes=arguments.max_shard_size,
         overwrite=arguments.overwrite,
     )
-    plan = plans.plan_convert(arguments.source, arguments.dest, options)
+    plan = plan_convert(arguments.source, arguments.dest, options)
     if not arguments.json:
         _print_plan(plan)
     report = None
     if not arguments.dry_run:
         with progress_bar("convert", plan.nbytes) as on_progress:
-            report = importlib.import_module("ray_dcp.convert.conversion").convert(plan, on_progress)
+            report = convert(plan, on_progress)
     if arguments.json:
         output.print_json(_conversion(plan, report))
     elif report is not None:

@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from ray_dcp import save
 from ray_dcp.cli.main import main
 from ray_dcp.version import __version__
 from tests.catalog.test_listing import commit
@@ -53,19 +55,25 @@ def test_wrong_usage_is_code_two(capsys, arguments):
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("command", [["list"], ["show"], ["prune"]])
+@pytest.mark.parametrize("command", ["--help", "list {root}", "show {root}/step-1", "prune {root}",
+                                     "verify {root}/step-1", "copy {root}/step-1 {root}/step-2"])  # fmt: skip
 def test_neither_ray_nor_torch_is_imported(tmp_path, command):
-    commit(str(tmp_path), "step-1", step=1)
-    target = tmp_path / "step-1" if command == ["show"] else tmp_path
+    save({"weight": torch.ones(4), "step": 1, "odd": {1, 2}}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     script = """if True:
         import sys
         from ray_dcp.cli.main import main
-        code = main()
+        try:
+            code = main()
+        except SystemExit as ended:
+            code = ended.code
         print([name for name in ("ray", "torch") if name in sys.modules], file=sys.stderr)
         sys.exit(code)
     """
     done = subprocess.run(
-        [sys.executable, "-c", script, *command, str(target)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, *command.format(root=tmp_path).split()],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "[]\n")
 

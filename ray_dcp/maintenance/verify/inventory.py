@@ -6,7 +6,6 @@ Only small files and listings are read here. Torch is needed only where no manif
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import os
 import random
@@ -132,15 +131,17 @@ def plan_verify(
 def _plan_safetensors(location: str) -> VerifyPlan:
     """Of a folder of safetensors files, or one file. Their headers are all that can be wrong: that is a fault."""
     # Torch is needed to say what is in them, as below.
-    opened_module = importlib.import_module("ray_dcp.reads.checkpoint")
+    from ray_dcp.reads.checkpoint import open_checkpoint
+
     try:
-        opened = opened_module.open_checkpoint(location)
+        opened = open_checkpoint(location)
     except CorruptCheckpointError as error:
         folder = open_store(split_url(location)[0] if location.endswith(SAFETENSORS_SUFFIX) else location)
         key = error.file.rpartition("/")[2]
         fault = Fault(key, error.offset, error.offset + error.nbytes, str(error), error.fqn)
         return VerifyPlan(location, folder, b"", None, (), 0, [fault])
     store = open_store(opened.checkpoint_id)
+    assert opened.manifest is not None  # it is made from the headers
     entries = decode_manifest(opened.manifest, file=MANIFEST).entries
     by_file: Mapping[str, list[Item]] = defaultdict(list)
     for entry in entries:
@@ -232,9 +233,10 @@ def _is_key(key: str) -> bool:
 
 def _metadata_items(found: _Found) -> list[Item]:
     # Only here is torch needed, and it takes seconds to import: the command line starts without it.
-    metadata_file = importlib.import_module("ray_dcp.format.metadata_file")
+    from ray_dcp.format.metadata_file import decode_metadata
+
     try:
-        metadata = metadata_file.decode_metadata(found.metadata, file=METADATA)
+        metadata = decode_metadata(found.metadata, file=METADATA)
     except (CorruptCheckpointError, UnsafeDataError) as error:
         found.faults.append(Fault(METADATA, 0, len(found.metadata), _why(error, METADATA)))
         return []
