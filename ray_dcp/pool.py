@@ -46,9 +46,9 @@ from ray_dcp.wording import first_line_of
 
 _PLACEMENT_TIMEOUT_S = 15.0
 """Resources that are free now are placed in milliseconds; what takes this long is not there."""
-_RELEASE_TIMEOUT_S = 5.0
+_END_RANKS_TIMEOUT_S = 5.0
 """What stopped ranks had is free again within a second; a lost node that Ray takes for alive never gives it back."""
-_LOOK_AGAIN_S = 0.05
+_ENDED_LOOK_S = 0.05
 _START_TIMEOUT_S = 300.0
 _LAST_WORDS_S = 5.0
 """When one rank is lost: how long the others have to show that they are, too. When a pool is left and no save is under
@@ -340,9 +340,9 @@ class RankPool:
         room = self._num_fitting() + self._num_placed(self._placement)
         remove_placement_group(self._placement)
         self._placement = None
-        deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+        deadline = time.monotonic() + _END_RANKS_TIMEOUT_S
         while self._num_fitting() < room and time.monotonic() < deadline:
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_ENDED_LOOK_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-PIECE_NBYTES = 16 << 20
+PROGRESS_NBYTES = 16 << 20
 """Bytes that are written or read between two signs of progress, where a store can choose."""
 
 

@@ -13,7 +13,7 @@ from ray_dcp.errors import ConfigError
 PHASES = ("collect", "plan", "stage", "write", "commit", "open", "read", "restore", "choose", "arrive")
 """What a rank, or the coordinator for it, can be busy with in a save, load, look-up of the newest step, or barrier."""
 
-_VARIABLE_PREFIX = "RAY_DCP_"
+VARIABLE_PREFIX = "RAY_DCP_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,9 @@ class Limits:
         """The limits that environment variables such as ``RAY_DCP_STALL_TIMEOUT_S`` set; defaults for the rest."""
         given: dict[str, Any] = {}
         for setting in dataclasses.fields(cls):
-            text = variables.get(_VARIABLE_PREFIX + setting.name.upper())
+            text = variables.get(VARIABLE_PREFIX + setting.name.upper())
             if text is not None and setting.name != "phase_stall_timeout_s":
-                variable = _VARIABLE_PREFIX + setting.name.upper()
+                variable = VARIABLE_PREFIX + setting.name.upper()
                 given[setting.name] = seconds_from(variable, text)
                 require_seconds(variable, given[setting.name])
         return cls(**given)
@@ -97,7 +97,7 @@ def replica_check_from(
     variables: Mapping[str, str], mode: str | None = None, max_nbytes: int | None = DEFAULT_REPLICA_NBYTES
 ) -> ReplicaCheck:
     """The check that is asked for: ``mode``, else what ``RAY_DCP_REPLICA_CHECK`` says, else a warning."""
-    return ReplicaCheck(mode or variables.get(_VARIABLE_PREFIX + "REPLICA_CHECK") or "warn", max_nbytes)
+    return ReplicaCheck(mode or variables.get(VARIABLE_PREFIX + "REPLICA_CHECK") or "warn", max_nbytes)
 
 
 def share_reads_from(variables: Mapping[str, str]) -> bool:
@@ -105,7 +105,7 @@ def share_reads_from(variables: Mapping[str, str]) -> bool:
 
     Each rank may say so for itself.
     """
-    variable = _VARIABLE_PREFIX + "SHARE_READS"
+    variable = VARIABLE_PREFIX + "SHARE_READS"
     return flag_from(variable, variables.get(variable, "1"))
 
 
@@ -131,3 +131,17 @@ def flag_from(setting: str, text: str) -> bool:
     if text.lower() not in known:
         raise ConfigError(setting, f"{text!r} is none of 0, 1, false and true")
     return known[text.lower()]
+
+
+def require_count(setting: str, value: object, *, least: int = 1) -> None:
+    """Raise ``ConfigError`` unless ``value`` is a whole number, ``least`` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(setting, f"must be a whole number, {least} or more, not {value!r}")
+
+
+def count_from(setting: str, text: str) -> int:
+    """The whole number in ``text``."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(setting, f"{text!r} is no whole number") from None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 
-from ray_dcp.reads.sharing.segment import PREFIX
+from ray_dcp.reads.sharing.segment import SEGMENT_PREFIX
 from tests.slack import within
 
 
 def segments() -> set[str]:
     """Names of what loads share now."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(PREFIX)}
+    return {name for name in os.listdir("/dev/shm") if name.startswith(SEGMENT_PREFIX)}
 
 
 def require_none_left() -> None:

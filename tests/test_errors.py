@@ -109,7 +109,7 @@ def test_facts_are_attributes_and_in_the_message(error):
 
 @by_name
 def test_an_exit_code_is_one_of_those_in_the_help(error):
-    from ray_dcp.cli.exit_codes import EXIT_CODES
+    from ray_dcp.cli.main import EXIT_CODES
 
     assert f"\n  {error.exit_code}  " in EXIT_CODES
 

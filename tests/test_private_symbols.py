@@ -20,6 +20,7 @@ FOREIGN = ("torch", "ray")
 PRIVATE_OF_RAY = ("ray.experimental", "ray.core.generated", "ray.train.v2")
 OF_OTHERS = {
     "_Unpickler": "pickle",
+    "_Pickler": "pickle",
     "_extension_cache": "copyreg",
     "_condition": "concurrent.futures",
     "_state": "concurrent.futures",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 from ray_dcp import StoreWriter
-from ray_dcp.progress import PIECE_NBYTES, Progress, advance, working
+from ray_dcp.progress import PROGRESS_NBYTES, Progress, advance, working
 from ray_dcp.protocol.rank.plugin_progress import CountingPlanner
 from ray_dcp.store.open import open_store
 from tests.ranks import ThreadRanks, require_no_errors
@@ -52,12 +52,12 @@ def test_a_store_counts_what_it_writes_and_reads_in_pieces(scheme, tmp_path):
     progress = Progress()
     with working(progress, "write"), store.put_new("big") as file:
         before = progress.mark
-        file.write(bytes(2 * PIECE_NBYTES + 1))
-    assert progress.nbytes == 2 * PIECE_NBYTES + 1
+        file.write(bytes(2 * PROGRESS_NBYTES + 1))
+    assert progress.nbytes == 2 * PROGRESS_NBYTES + 1
     assert progress.mark - before >= (3 if not scheme else 1)
     with working(progress, "read"):
         store.get("big", 0, 1000)
-    assert progress.nbytes >= 2 * PIECE_NBYTES + 1001
+    assert progress.nbytes >= 2 * PROGRESS_NBYTES + 1001
 
 
 def test_a_write_that_is_interrupted_leaves_no_file(tmp_path):

@@ -1,6 +1,8 @@
 """Rules for source files that no linter has."""
 
 import ast
+import importlib.util
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import ray_dcp.errors
 PACKAGE = Path(ray_dcp.errors.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 450
+MIN_LINES = 30
+MAX_MODULES = 10
 DRAWERS = {"utils", "util", "helpers", "helper", "common", "core", "misc", "types"}
 each_source = pytest.mark.parametrize("source", SOURCES, ids=[str(source.relative_to(PACKAGE)) for source in SOURCES])
 
@@ -21,6 +25,70 @@ def test_there_are_sources():
 @each_source
 def test_a_module_is_short_enough_to_read(source):
     assert len(source.read_text().splitlines()) <= MAX_LINES, "split it by what it is about"
+
+
+@each_source
+def test_a_module_is_worth_its_name(source):
+    is_door = source.name in ("__init__.py", "version.py", "plugin_set_up.py") or is_torchs(source)
+    assert is_door or len(source.read_text().splitlines()) >= MIN_LINES, "put it beside what it serves"
+
+
+def is_torchs(source):
+    """Whether it is there only to have torch's names under a name of torch's."""
+    name = f"torch.distributed.checkpoint.{source.stem}"
+    return source.parent == PACKAGE and importlib.util.find_spec(name) is not None
+
+
+def test_a_package_has_few_modules():
+    of_packages = defaultdict(list)
+    for source in SOURCES:
+        if source.name != "__init__.py" and source.parent != PACKAGE:
+            of_packages[source.parent].append(source.stem)
+    assert {str(package): names for package, names in of_packages.items() if len(names) > MAX_MODULES} == {}
+
+
+def test_no_two_modules_have_one_name():
+    assert repeated((source.stem, source) for source in SOURCES if source.name != "__init__.py") == {}
+
+
+def test_no_two_classes_have_one_name():
+    assert repeated((node.name, source) for source, node in nodes_of(ast.ClassDef)) == {}
+
+
+def test_no_constant_has_two_values():
+    assigned = defaultdict(set)
+    for source in SOURCES:
+        for node in ast.parse(source.read_text()).body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                value = ast.unparse(node.value)
+                if isinstance(target, ast.Name) and is_constant(target.id) and not value.startswith(TYPE_VARIABLES):
+                    assigned[target.id.lstrip("_")].add(f"{source.relative_to(PACKAGE)}: {value[:60]}")
+    values = {name: {one.partition(": ")[2] for one in found} for name, found in assigned.items()}
+    assert {name: found for name, found in assigned.items() if len(values[name]) > 1} == {}
+
+
+TYPE_VARIABLES = ("TypeVar(", "ParamSpec(", "TypeVarTuple(")
+
+
+def is_constant(name):
+    return name.lstrip("_").isupper()
+
+
+def nodes_of(kind):
+    return (
+        (source, node)
+        for source in SOURCES
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, kind)
+    )
+
+
+def repeated(named):
+    places = defaultdict(list)
+    for name, source in named:
+        places[name].append(str(source.relative_to(PACKAGE)))
+    return {name: found for name, found in places.items() if len(found) > 1}
 
 
 @each_source

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.progress_bar import progress_bar
 from ray_dcp.store.location.urls import shown_url
 
@@ -62,7 +61,6 @@ def add_convert(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Read SOURCE, whichever of the three it is, and write it to DEST: a DCP checkpoint (a folder),\n"
         "safetensors (a folder, or one file *.safetensors) or a file of torch.save. One tensor is in\n"
         "memory at a time; names, dtypes and bytes stay as they are. DEST appears only when it is whole.",
-        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", help="path or URL of a folder or file")

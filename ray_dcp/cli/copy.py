@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.progress_bar import progress_bar
 from ray_dcp.maintenance.checkpoint_copy import CopyReport, copy_checkpoint, plan_copy
 from ray_dcp.store.location.place import absolute
@@ -23,7 +22,6 @@ def add_copy(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Copy a committed checkpoint to a folder or bucket, between any two kinds of places. Each byte is\n"
         "checked as verify does; where one is wrong, nothing is copied. The copy is the same, byte for byte.\n"
         "It is committed last: whatever happens, it is there as a whole or not at all.",
-        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="path or URL of the checkpoint's folder")

@@ -20,7 +20,6 @@ from ray_dcp.catalog.listing import (
     root_exists,
     what_is_there,
 )
-from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import folder_name, shown_url
 from ray_dcp.store.open import open_store
@@ -47,7 +46,6 @@ def add_list(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "list",
         help="list the committed checkpoints under a root",
         description="List the committed checkpoints under ROOT, oldest step first, and saves that never finished.",
-        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("root", metavar="ROOT", help="path or URL of the folder that holds the step folders")

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from ray_dcp.cli.convert import add_convert
 from ray_dcp.cli.copy import add_copy
-from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.list import add_list
 from ray_dcp.cli.prune import add_prune
 from ray_dcp.cli.show import add_show
@@ -25,6 +24,18 @@ _NO_CODE = (
     "(torch.load(..., weights_only=False), dcp.load(..., trusted=True)) and save its state_dict(), or leave such "
     "values of a checkpoint out (ray-dcp convert --skip-python, --exclude)"
 )
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    failed for a reason that has no code of its own
+  2    wrong usage: an argument, or a URL whose scheme is not known
+  3    not found: no checkpoint, folder or file is there
+  4    the store failed, or refused access
+  5    damaged, unsafe to read, or written in a newer format
+  130  interrupted
+"""
+"""The end of each command's help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,4 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     add_copy(commands)
     add_convert(commands)
     add_prune(commands)
+    for command in commands.choices.values():
+        command.epilog = EXIT_CODES
     return parser

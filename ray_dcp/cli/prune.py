@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_dcp.catalog.listing import is_committed, require_folder, root_exists
-from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, StoreError
 from ray_dcp.maintenance.sweep.removal import (
     GRACE_S,
@@ -55,7 +54,6 @@ def add_prune(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Remove the files of saves that failed, were replaced or never finished from all folders under\n"
         "ROOT, and say which. A file that a committed checkpoint needs is never one of them, nor is one\n"
         "that ray_dcp did not write. While a committed checkpoint cannot be read, nothing is removed.",
-        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("root", metavar="ROOT", help="path or URL of the folder that holds the step folders")

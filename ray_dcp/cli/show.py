@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ray_dcp.cli.contents import CheckpointContents, read_contents
-from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.format.manifest import ranks_by_value
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import shown_url
@@ -24,7 +23,6 @@ def add_show(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="show what is in a checkpoint",
         description=f"Show the facts of a checkpoint and the first {_MAX_ROWS} of its tensors and Python objects,\n"
         "sorted by name. --json has all of them. No shard file is read.",
-        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="path or URL of the checkpoint's folder")

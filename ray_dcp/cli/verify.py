@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_dcp.catalog.listing import is_committed, list_checkpoints, require_folder, what_is_there
-from ray_dcp.cli.exit_codes import EXIT_CODES
 from ray_dcp.cli.progress_bar import progress_bar
 from ray_dcp.errors import (
     CheckpointNotFoundError,
@@ -47,7 +46,6 @@ def add_verify(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Read every shard file of a checkpoint again and check each block, all that stands around the\n"
         "blocks, the manifest and .metadata, and say everything that is damaged. Of a checkpoint that torch wrote,\n"
         "the records' own checksums are checked. Nothing is changed.",
-        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="path or URL of the checkpoint's folder")

@@ -21,7 +21,7 @@ import tenacity
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_dcp.cluster.group_record import GroupRecord, forget_record, read_record, write_record
+from ray_dcp.cluster.group_record import NAMESPACE, GroupRecord, forget_record, read_record, write_record
 from ray_dcp.cluster.process import process_name_of
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
 from ray_dcp.maintenance.sweep.after_save import SweepAfterSave
@@ -31,7 +31,6 @@ from ray_dcp.protocol.exception import RankFailure
 from ray_dcp.protocol.messages import CallId
 from ray_dcp.wording import first_line_of
 
-NAMESPACE = "ray_dcp"
 _PING_INTERVAL_S = 0.5
 _LINGER_S = 10.0
 """Without ranks; a group that re-forms after a failure finds its coordinator still there."""

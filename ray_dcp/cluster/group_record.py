@@ -21,7 +21,8 @@ from ray_dcp.protocol.coordinator.coordinator import CoordinatorRecord
 
 logger = logging.getLogger(__name__)
 
-_NAMESPACE = b"ray_dcp"
+NAMESPACE = "ray_dcp"
+"""Of Ray's key-value store, and of the actors that ray_dcp names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class GroupRecord:
 def write_record(group: str, record: GroupRecord) -> None:
     """Keep ``record`` until the group ends."""
     try:
-        private("_internal_kv_put")(_key(group), cloudpickle.dumps(record), overwrite=True, namespace=_NAMESPACE)
+        private("_internal_kv_put")(_key(group), cloudpickle.dumps(record), overwrite=True, namespace=NAMESPACE)
     except Exception as error:
         logger.warning("group %r would not survive its coordinator: %r", group, error, exc_info=True)
 
@@ -46,7 +47,7 @@ def write_record(group: str, record: GroupRecord) -> None:
 def read_record(group: str) -> GroupRecord:
     """The group as the coordinator before left it; an empty one where there was none."""
     try:
-        content = private("_internal_kv_get")(_key(group), namespace=_NAMESPACE)
+        content = private("_internal_kv_get")(_key(group), namespace=NAMESPACE)
         record: GroupRecord = pickle.loads(content) if content else GroupRecord()
     except Exception as error:
         logger.warning("what was known of group %r cannot be read: %r", group, error, exc_info=True)
@@ -57,7 +58,7 @@ def read_record(group: str) -> GroupRecord:
 def forget_record(group: str) -> None:
     """The group has ended: the next one of this name starts from nothing."""
     try:
-        private("_internal_kv_del")(_key(group), namespace=_NAMESPACE)
+        private("_internal_kv_del")(_key(group), namespace=NAMESPACE)
     except Exception as error:
         logger.warning("what was known of group %r cannot be removed: %r", group, error, exc_info=True)
 

@@ -25,7 +25,7 @@ from ray_dcp.store.open import open_store
 from ray_dcp.store.store import Store, exists
 from ray_dcp.wording import counted, joined
 
-KINDS = ("dcp", "safetensors", "torch")
+FILE_KINDS = ("dcp", "safetensors", "torch")
 MAX_SHARD_NBYTES = 5 * 10**9
 """As Hugging Face's libraries split."""
 _MAX_NAMED = 5
@@ -54,8 +54,8 @@ class ConvertOptions:
     """Replace what is at the destination."""
 
     def __post_init__(self) -> None:
-        if self.to is not None and self.to not in KINDS:
-            raise ConfigError("to", f"{self.to!r} is no format: use {', '.join(KINDS)}")
+        if self.to is not None and self.to not in FILE_KINDS:
+            raise ConfigError("to", f"{self.to!r} is no format: use {', '.join(FILE_KINDS)}")
         if self.max_shard_nbytes is not None and self.max_shard_nbytes <= 0:
             raise ConfigError("max_shard_nbytes", f"must be positive, not {self.max_shard_nbytes}")
 
@@ -141,7 +141,7 @@ def _kind_of(dest: str) -> str:
         return "safetensors"
     if dest.endswith(TORCH_SUFFIXES):
         return "torch"
-    raise ConfigError("--to", f"say which format {shown_url(dest)} is to have: {', '.join(KINDS)}")
+    raise ConfigError("--to", f"say which format {shown_url(dest)} is to have: {', '.join(FILE_KINDS)}")
 
 
 def _choose(values: Sequence[SourceValue], options: ConvertOptions) -> list[SourceValue]:

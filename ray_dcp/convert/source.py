@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from ray_dcp.convert.tensor_memory import empty_tensor
-from ray_dcp.convert.torch_save_reader import TorchFile, is_torch_file
+from ray_dcp.convert.torch_save_reader import TorchFile, empty_tensor, is_torch_file
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError
 from ray_dcp.format.manifest import dtype_name
 from ray_dcp.format.metadata_file import decode_python

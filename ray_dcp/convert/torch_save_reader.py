@@ -9,16 +9,17 @@ from __future__ import annotations
 import bisect
 import copy
 import io
+import math
+import mmap
 import pickle
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 
-from ray_dcp.convert.tensor_memory import empty_tensor
 from ray_dcp.errors import CorruptCheckpointError, ObjectTooShortError, StateDictError
 from ray_dcp.format.checksums import crc32
 from ray_dcp.format.metadata_file import decode_python
@@ -32,7 +33,8 @@ from ray_dcp.wording import first_line_of
 
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"
-_PIECE_NBYTES = 4 << 20
+_MIN_MAPPED_NBYTES = 1 << 20
+_CHECKED_AT_ONCE_NBYTES = 4 << 20
 
 
 def is_torch_file(store: Store, key: str) -> bool:
@@ -164,8 +166,8 @@ class TorchFile:
             )
         held = empty_tensor((nbytes,), torch.uint8)
         view, crc = memoryview(cast(Any, held.numpy())), 0
-        for at in range(0, nbytes, _PIECE_NBYTES):
-            piece = view[at : at + _PIECE_NBYTES]
+        for at in range(0, nbytes, _CHECKED_AT_ONCE_NBYTES):
+            piece = view[at : at + _CHECKED_AT_ONCE_NBYTES]
             try:
                 get_into(self._store, self._key, offset + start + at, [piece])
             except ObjectTooShortError as error:
@@ -232,3 +234,15 @@ def _problem(tensor: torch.Tensor) -> str | None:
     if getattr(tensor.untyped_storage(), "_checkpoint_offset", None) is None:
         return "a meta tensor has no values"
     return None
+
+
+def empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous CPU tensor in a storage of its own, its values not said.
+
+    Torch's own come from malloc, and glibc keeps many of those up to 32 MiB that are made and dropped one by one: an
+    aligned allocation does not fit into the gap that the one before has left.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _MIN_MAPPED_NBYTES:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).view(tuple(shape))

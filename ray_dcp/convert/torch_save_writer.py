@@ -45,7 +45,7 @@ class _LazyStorage:
             self.kind, self.length = torch.UntypedStorage, numel * tensor.dtype.itemsize
 
 
-class _Pickler(pickle.Pickler):
+class _StatePickler(pickle.Pickler):
     """Names storages as ``torch.save`` does, and remembers what fills each."""
 
     def __init__(self, buffer: IO[bytes]) -> None:
@@ -97,7 +97,7 @@ class _Sink:
 def write_torch_file(sink: ObjectWriter, state: Mapping[str, Any]) -> None:
     """Write ``state`` as ``torch.save`` would; of its tensors (``LazyTensor``s) one at a time is in memory."""
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
+    pickler = _StatePickler(buffer)
     pickler.dump(state)
     settings = {"save.compute_crc32": True, "save.storage_alignment": PAYLOAD_ALIGNMENT}
     with (

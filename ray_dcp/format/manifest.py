@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 FORMAT_VERSION = 1
-_PREFIX = "ray_dcp."
+_OWN_KEYS = "ray_dcp."
 _ROWS_CRC = "ray_dcp.rows_crc"
 _FACTS_CRC = "ray_dcp.facts_crc"
 _DIFFERING = "ray_dcp.differing"
 _CONTAINERS = "ray_dcp.containers"
 """Only where there is something to tell: ranks that differed."""
 _MAX_DIFFERING = 1000
-_MAX_NAMED = 8
+_MAX_NAMED_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class DifferingReplicas:
 
 def ranks_by_value(groups: Sequence[Sequence[int]]) -> str:
     """``ranks 0 | 1-3``: ranks with equal values stand together."""
-    return f"ranks {' | '.join(first_lines([number_runs(ranks) for ranks in groups], most=_MAX_NAMED))}"
+    return f"ranks {' | '.join(first_lines([number_runs(ranks) for ranks in groups], most=_MAX_NAMED_GROUPS))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    facts = {_PREFIX + fact.name: _as_json(fact.name, getattr(manifest, fact.name)) for fact in fields(ManifestFacts)}
+    facts = {_OWN_KEYS + fact.name: _as_json(fact.name, getattr(manifest, fact.name)) for fact in fields(ManifestFacts)}
     rows = as_table(manifest.entries).columns
     table = pa.Table.from_arrays([pa.array(v, f.type) for v, f in zip(rows, _schema(), strict=True)], schema=_schema())
     sink = pa.BufferOutputStream()
@@ -235,7 +235,7 @@ def decode_manifest(content: bytes, file: str) -> Manifest:
         rows = [_column_values(table, f) for f in _schema()]
         if texts[_ROWS_CRC] != str(_crc(rows)):
             raise ValueError("its rows do not match their checksum")
-        values = {f.name: json.loads(texts[_PREFIX + f.name]) for f in fields(ManifestFacts) if f.name != "nbytes"}
+        values = {f.name: json.loads(texts[_OWN_KEYS + f.name]) for f in fields(ManifestFacts) if f.name != "nbytes"}
         return Manifest(
             EntryTable(rows),
             **values,
@@ -248,7 +248,7 @@ def decode_facts(content: bytes, file: str) -> ManifestFacts:
     """The facts alone, at a cost that does not grow with the entries; raises as ``decode_manifest`` does."""
     with _corrupt_unless_whole(file):
         _, texts = _open(content, file)
-        return ManifestFacts(**{f.name: json.loads(texts[_PREFIX + f.name]) for f in fields(ManifestFacts)})
+        return ManifestFacts(**{f.name: json.loads(texts[_OWN_KEYS + f.name]) for f in fields(ManifestFacts)})
 
 
 @contextmanager
@@ -268,9 +268,9 @@ def _open(content: bytes, file: str) -> tuple[pq.ParquetFile, dict[str, str]]:
 
     source = pq.ParquetFile(pa.BufferReader(content))
     stored = source.metadata.metadata or {}
-    texts = {key.decode(): text.decode() for key, text in stored.items() if key.startswith(_PREFIX.encode())}
+    texts = {key.decode(): text.decode() for key, text in stored.items() if key.startswith(_OWN_KEYS.encode())}
     # The version comes first: a newer format may have changed all else.
-    found = int(texts[_PREFIX + "format_version"])
+    found = int(texts[_OWN_KEYS + "format_version"])
     if found > FORMAT_VERSION:
         raise FormatVersionError(found=found, supported=FORMAT_VERSION, file=file)
     if texts.pop(_FACTS_CRC) != str(_crc([sorted(texts.items())])):

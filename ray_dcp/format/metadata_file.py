@@ -135,14 +135,14 @@ def _restored(one: Any, held: dict[str, Any]) -> bool:
     return bool(changed)
 
 
-_PROTOCOL = 4
+_METADATA_PROTOCOL = 4
 """Pickle's own of Python 3.8 to 3.13: what is written does not depend on the Python that writes."""
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
     """``metadata`` pickled so that every Python and torch reads it, and in the same bytes whatever Python this is."""
     content = io.BytesIO()
-    pickler = pickle.Pickler(content, _PROTOCOL)
+    pickler = pickle.Pickler(content, _METADATA_PROTOCOL)
     pickler.dispatch_table = {
         **copyreg.dispatch_table,
         MEM_FORMAT_ENCODING: member_by_value,

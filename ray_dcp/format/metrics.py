@@ -7,8 +7,8 @@ from typing import Any
 
 from ray_dcp.errors import ConfigError
 
-_PLAIN = (str, int, float, bool, type(None))
-_MAX_DEPTH = 50
+_JSON_SCALARS = (str, int, float, bool, type(None))
+_MAX_METRICS_DEPTH = 50
 
 
 def json_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,14 +29,14 @@ def _key(key: object, name: str) -> str:
 
 
 def _value(value: Any, name: str, depth: int) -> Any:
-    if depth > _MAX_DEPTH:
-        raise ConfigError(name[:100], f"is nested deeper than {_MAX_DEPTH}, or holds itself")
+    if depth > _MAX_METRICS_DEPTH:
+        raise ConfigError(name[:100], f"is nested deeper than {_MAX_METRICS_DEPTH}, or holds itself")
     if isinstance(value, Mapping):
         return {_key(key, name): _value(held, f"{name}[{key!r}]", depth + 1) for key, held in value.items()}
     if isinstance(value, list | tuple):
         return [_value(held, f"{name}[{number}]", depth + 1) for number, held in enumerate(value)]
     plain = _scalar(value)
-    if not isinstance(plain, _PLAIN):
+    if not isinstance(plain, _JSON_SCALARS):
         raise ConfigError(
             name, f"is a {type(value).__name__}, which JSON has no word for: give numbers, texts, lists or dicts"
         )

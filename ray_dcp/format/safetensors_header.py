@@ -22,7 +22,7 @@ TEXTS = "__metadata__"
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
-_DTYPES = {
+_DTYPE_OF = {
     "F64": ("float64", 8),
     "I64": ("int64", 8),
     "U64": ("uint64", 8),
@@ -46,11 +46,11 @@ _DTYPES = {
 }
 _TWO_IN_A_BYTE = "F4"
 """Its shape counts values, torch's counts bytes: the last dimension is half as long there."""
-_NAMES = {name: safetensors for safetensors, (name, _) in _DTYPES.items()}
+_NAME_OF = {name: safetensors for safetensors, (name, _) in _DTYPE_OF.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class TensorInFile:
     """One tensor of a file. ``offset`` counts from the start of the file.
 
     ``dtype`` is torch's word for it, and where torch has none the format's, for which ``has_dtype`` is false.
@@ -67,7 +67,7 @@ class StoredTensor:
 class Header:
     """What a file says of itself."""
 
-    tensors: Sequence[StoredTensor]
+    tensors: Sequence[TensorInFile]
     """In the order of their bytes."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """What stands in ``__metadata__``."""
@@ -75,7 +75,7 @@ class Header:
 
 def has_dtype(dtype: str) -> bool:
     """Whether the format has a word for what torch calls ``dtype``."""
-    return dtype in _NAMES
+    return dtype in _NAME_OF
 
 
 def read_header(read: Callable[[int, int], bytes], file_nbytes: int, *, file: str) -> Header:
@@ -111,16 +111,20 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], texts: Mapp
     described: dict[str, Any] = {TEXTS: dict(texts)} if texts else {}
     placed, at = [], 0
     for name, dtype, shape in tensors:
-        nbytes = math.prod(shape) * _DTYPES[_NAMES[dtype]][1]
-        stored_shape = _stored_shape(_NAMES[dtype], shape)
-        described[name] = {"dtype": _NAMES[dtype], "shape": stored_shape, "data_offsets": [at, at + nbytes]}
+        nbytes = math.prod(shape) * _DTYPE_OF[_NAME_OF[dtype]][1]
+        stored_shape = _stored_shape(_NAME_OF[dtype], shape)
+        described[name] = {
+            "dtype": _NAME_OF[dtype],
+            "shape": stored_shape,
+            "data_offsets": [at, at + nbytes],
+        }
         placed.append((name, dtype, tuple(shape), at, nbytes))
         at += nbytes
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     front = _LENGTH.pack(len(text)) + text
     return front, Header(
-        [StoredTensor(name, dtype, shape, len(front) + at, nbytes) for name, dtype, shape, at, nbytes in placed], texts
+        [TensorInFile(name, dtype, shape, len(front) + at, nbytes) for name, dtype, shape, at, nbytes in placed], texts
     )
 
 
@@ -161,7 +165,7 @@ def _parse_texts(texts: Any, file: str) -> dict[str, str]:
     return texts
 
 
-def _parse_tensor(name: str, described: Any, start: int, file: str) -> StoredTensor:
+def _parse_tensor(name: str, described: Any, start: int, file: str) -> TensorInFile:
     if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptCheckpointError("its header needs dtype, shape and data_offsets, and no more", file=file, fqn=name)
     dtype, shape, place = described["dtype"], described["shape"], described["data_offsets"]
@@ -172,9 +176,9 @@ def _parse_tensor(name: str, described: Any, start: int, file: str) -> StoredTen
     if not _are_counts(place) or len(place) != 2 or place[0] > place[1]:
         raise CorruptCheckpointError(f"its data_offsets are {place!r}", file=file, fqn=name)
     nbytes = place[1] - place[0]
-    if dtype not in _DTYPES:
-        return StoredTensor(name, dtype, tuple(shape), start + place[0], nbytes)
-    torch_name, itemsize = _DTYPES[dtype]
+    if dtype not in _DTYPE_OF:
+        return TensorInFile(name, dtype, tuple(shape), start + place[0], nbytes)
+    torch_name, itemsize = _DTYPE_OF[dtype]
     if dtype == _TWO_IN_A_BYTE:
         if not shape or shape[-1] % 2:
             raise CorruptCheckpointError(f"its shape is {shape!r}, and {dtype} has two in a byte", file=file, fqn=name)
@@ -186,7 +190,7 @@ def _parse_tensor(name: str, described: Any, start: int, file: str) -> StoredTen
             file=file,
             fqn=name,
         )
-    return StoredTensor(name, torch_name, tuple(shape), start + place[0], nbytes)
+    return TensorInFile(name, torch_name, tuple(shape), start + place[0], nbytes)
 
 
 def _stored_shape(dtype: str, shape: Sequence[int]) -> list[int]:
@@ -198,7 +202,7 @@ def _are_counts(numbers: Any) -> bool:
     return isinstance(numbers, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
 
 
-def _require_contiguous(tensors: Sequence[StoredTensor], start: int, end: int, file: str) -> None:
+def _require_contiguous(tensors: Sequence[TensorInFile], start: int, end: int, file: str) -> None:
     at = start
     for tensor in tensors:
         if tensor.offset != at:

@@ -11,14 +11,14 @@ from typing import IO, Any
 from ray_dcp.format.checksums import crc32
 from ray_dcp.format.zip_record import frame_pickle
 
-SCALARS = frozenset((bool, int, float, str, bytes, type(None)))
+PYTHON_SCALARS = frozenset((bool, int, float, str, bytes, type(None)))
 """Types of values that are stored so."""
 _PICKLE_PROTOCOL = 2
 """What ``torch.save`` writes by default."""
 
 
 def scalar_record(value: Any) -> bytes:
-    """A record that ``torch.load`` turns into ``value``, which is of one of ``SCALARS``."""
+    """A record that ``torch.load`` turns into ``value``, which is of one of ``PYTHON_SCALARS``."""
     return frame_pickle(pickle.dumps(value, _PICKLE_PROTOCOL))
 
 
@@ -57,7 +57,7 @@ _HEAD = _FRAME[: _FRAME.index(b"PK\x03\x04", 1) + 14]
 """All up to the checksum in the pickle's own header, behind which is its size."""
 _CHECKSUM_AND_SIZE = struct.Struct("<II")
 _FLOAT = struct.Struct(">3sdc")
-_CONSTANTS = {pickle.dumps(value, _PICKLE_PROTOCOL): value for value in (None, True, False)}
+_PICKLED_CONSTANTS = {pickle.dumps(value, _PICKLE_PROTOCOL): value for value in (None, True, False)}
 _PICKLE_BEGINS = b"\x80" + bytes([_PICKLE_PROTOCOL])
 _FLOAT_BEGINS = _PICKLE_BEGINS + b"G"
 _UNSIGNED = {b"K": 1, b"M": 2}
@@ -69,8 +69,8 @@ def _scalar(pickled: bytes) -> Any:
         begin, number, end = _FLOAT.unpack(pickled)
         if begin == _FLOAT_BEGINS and end == b".":
             return number
-    if pickled in _CONSTANTS:
-        return _CONSTANTS[pickled]
+    if pickled in _PICKLED_CONSTANTS:
+        return _PICKLED_CONSTANTS[pickled]
     opcode, argument = pickled[2:3], pickled[3:-1]
     if pickled[:2] != _PICKLE_BEGINS or pickled[-1:] != b".":
         raise NotAScalarError

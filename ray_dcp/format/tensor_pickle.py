@@ -53,7 +53,7 @@ def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if sizes else ()
 
 
-class _Pickler(pickle.Pickler):
+class _RecordPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
@@ -71,7 +71,7 @@ def torchs_pickle(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
     Raises ``KeyError`` for a dtype that ``torch.save`` has no storage for.
     """
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=DEFAULT_PROTOCOL).dump(_StoredTensor(dtype, tuple(sizes)))
+    _RecordPickler(buffer, protocol=DEFAULT_PROTOCOL).dump(_StoredTensor(dtype, tuple(sizes)))
     return buffer.getvalue()
 
 

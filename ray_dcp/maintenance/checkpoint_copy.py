@@ -20,9 +20,9 @@ from ray_dcp.maintenance.verify.findings import Fault, FilePlan, Unchecked
 from ray_dcp.maintenance.verify.inventory import VerifyPlan, plan_verify
 from ray_dcp.maintenance.verify.pieces import (
     NUM_READERS,
-    PIECE_NBYTES,
+    READ_NBYTES,
     CheckedPiece,
-    Piece,
+    FilePiece,
     Readers,
     check_piece,
     every_byte,
@@ -35,7 +35,7 @@ from ray_dcp.store.open import open_store
 from ray_dcp.store.store import FolderStore, Store, get_or_none
 from ray_dcp.wording import joined
 
-_MAX_NAMED = 5
+_MAX_NAMED_FILES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +153,17 @@ def _copy_file(plan: CopyPlan, file: FilePlan, store: Store, pool: Readers, tall
                on_bytes: Callable[[int], None]) -> None:  # fmt: skip
     """Read ahead, check, and write in order. ``written`` has the file's key as soon as it may be there."""
     source = plan.source
-    large = list(inspect_all(source, pool, [file], PIECE_NBYTES))
+    large = list(inspect_all(source, pool, [file], READ_NBYTES))
     tally.add_inspected(large)
     _require_whole(source, tally)
 
-    def read(piece: Piece) -> tuple[CheckedPiece, memoryview]:
+    def read(piece: FilePiece) -> tuple[CheckedPiece, memoryview]:
         view = memoryview(bytearray(piece.nbytes))
         return check_piece(source.store, piece, view), view
 
     with store.put_new(file.key) as sink:
         written.append(file.key)  # leaving the block may fail and leave it there
-        pieces = every_byte(file, {record.item.begin: record for record in large}, PIECE_NBYTES)
+        pieces = every_byte(file, {record.item.begin: record for record in large}, READ_NBYTES)
         for checked, view in pool.in_order(read, pieces, ahead=NUM_READERS):
             tally.add(checked)
             _require_whole(source, tally)
@@ -228,7 +228,7 @@ def _require_own_files(plan: VerifyPlan) -> None:
         raise ConfigError(
             "CKPT",
             f"{shown_url(plan.checkpoint_id)} needs files of other checkpoints, and a copy would not have them: "
-            f"{joined(named, most=_MAX_NAMED)}. Load it and save it anew instead",
+            f"{joined(named, most=_MAX_NAMED_FILES)}. Load it and save it anew instead",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray_dcp.planning.values.flat import Path
 
-_PLAIN = frozenset((dict, OrderedDict, defaultdict, list))
+_PLAIN_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list))
 
 
 def assign_problem(container: Any, key: Any) -> str | None:
@@ -17,7 +17,7 @@ def assign_problem(container: Any, key: Any) -> str | None:
     A container of another class than Python's own is asked by assigning what it has there, if anything.
     """
     kind = type(container)
-    if kind in _PLAIN:
+    if kind in _PLAIN_CONTAINERS:
         return None
     change = f"; use a {'list' if isinstance(container, list) else 'dict'}, or leave it out with skip="
     if not hasattr(kind, "__setitem__"):
@@ -33,7 +33,7 @@ def assign_problem(container: Any, key: Any) -> str | None:
 def growth_problem(container: Any) -> str | None:
     """Why nothing can be added to an empty mapping or list, or None."""
     kind = type(container)
-    if kind in _PLAIN:
+    if kind in _PLAIN_CONTAINERS:
         return None
     if not hasattr(kind, "extend" if isinstance(container, list) else "update"):
         return f"is a {kind.__name__}, which cannot be filled; use a dict, or leave it out with skip="
@@ -66,7 +66,7 @@ class Assignments:
     def problem(self, container: Any, key: Any) -> str | None:
         """As ``assign_problem``, of a container of the template and of what it is a copy of; each is asked once."""
         for one in (container, self._originals.get(id(container))):
-            if one is None or type(one) in _PLAIN:
+            if one is None or type(one) in _PLAIN_CONTAINERS:
                 continue
             if id(one) not in self._seen:
                 self._seen[id(one)] = assign_problem(one, own_key(one, key))

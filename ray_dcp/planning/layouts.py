@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor
 from ray_dcp.planning.disjoint import overlapping
 from ray_dcp.torch_private import create_chunk_list, create_write_items
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def local_part(value: Any) -> torch.Tensor | None:
     """This rank's memory of a plain tensor or a DTensor; None of every other kind of value."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _PLAIN_TENSORS:
         whole: torch.Tensor = value
         return whole
-    if kind is DTensor and type(value._local_tensor) in _PLAIN:
+    if kind is DTensor and type(value._local_tensor) in _PLAIN_TENSORS:
         local: torch.Tensor = value._local_tensor
         return local
     return None
@@ -50,10 +50,10 @@ def layout_key(value: Any) -> Hashable | None:
     Good as long as the values live, since a mesh is known by its identity.
     """
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _PLAIN_TENSORS:
         shape: torch.Size = value.shape
         return shape
-    if kind is DTensor and type(value._local_tensor) in _PLAIN:
+    if kind is DTensor and type(value._local_tensor) in _PLAIN_TENSORS:
         return id(value.device_mesh), value.placements, value.shape
     return None
 

@@ -93,7 +93,7 @@ class NodeShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReadShare:
     """A part of one payload in one window, from one block to another, that one member reads."""
 
     number: int
@@ -164,7 +164,7 @@ def _joined(wants: Sequence[Want]) -> list[Want]:
     return joined
 
 
-def windows_of(share: NodeShare) -> Iterator[tuple[Piece, ...]]:
+def windows_of(share: NodeShare) -> Iterator[tuple[ReadShare, ...]]:
     """The windows, in order; in each, every member reads one run of neighbouring pieces, all about as many bytes."""
     spans: list[tuple[Want, int, int, int]] = []
     at = 0
@@ -184,7 +184,7 @@ def windows_of(share: NodeShare) -> Iterator[tuple[Piece, ...]]:
         yield tuple(_assigned(spans, len(share.members)))
 
 
-def _assigned(spans: Sequence[tuple[Want, int, int, int]], num_members: int) -> Iterator[Piece]:
+def _assigned(spans: Sequence[tuple[Want, int, int, int]], num_members: int) -> Iterator[ReadShare]:
     """Cut at blocks, so that no member reads more than a block above its part."""
     total = sum(until - start for _, start, until, _ in spans)
     passed = 0
@@ -193,7 +193,7 @@ def _assigned(spans: Sequence[tuple[Want, int, int, int]], num_members: int) -> 
             slot = passed * num_members // total
             left = -(-total * (slot + 1) // num_members) - passed
             end = min(until, start + -(-left // BLOCK_NBYTES) * BLOCK_NBYTES)
-            yield Piece(run.number, start, end, at, slot)
+            yield ReadShare(run.number, start, end, at, slot)
             passed, at, start = passed + end - start, at + end - start, end
 
 

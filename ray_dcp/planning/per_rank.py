@@ -80,7 +80,7 @@ def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class _PerRankPlace:
     container: Any
     key: Any
     fqn: str
@@ -136,14 +136,14 @@ class PerRankTemplate:
             return [per_rank_key(self._rank)]
         return [per_rank_key(rank) for rank in range(saved_world_size)]
 
-    def _own_value(self, slot: _Slot, values: list[Any], saved_world_size: int) -> Any:
+    def _own_value(self, slot: _PerRankPlace, values: list[Any], saved_world_size: int) -> Any:
         if saved_world_size == self._world_size:
             return values[0]
         assert slot.wanted.reshard is not None, "problems() refuses this before anything is read"
         return slot.wanted.reshard(values, self._rank, self._world_size)
 
 
-def _find(container: Any, prefix: str) -> Iterator[_Slot]:
+def _find(container: Any, prefix: str) -> Iterator[_PerRankPlace]:
     entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(container, Mapping):
         entries = list(container.items())
@@ -154,6 +154,6 @@ def _find(container: Any, prefix: str) -> Iterator[_Slot]:
             continue
         fqn = f"{prefix}{key}"
         if isinstance(value, PerRank):
-            yield _Slot(container, key, fqn, value)
+            yield _PerRankPlace(container, key, fqn, value)
         else:
             yield from _find(value, f"{fqn}.")

@@ -35,7 +35,7 @@ from ray_dcp.reads.checkpoint_files import CheckpointFiles
 from ray_dcp.reads.engine import ReadShape, finished, read_shape
 from ray_dcp.reads.record_reads import RecordReads, WantedRecord
 from ray_dcp.reads.sharing.node_reads import Passing, SharedReads, offer_of, share_rules, want_of
-from ray_dcp.reads.sharing.segment import Sharing
+from ray_dcp.reads.sharing.segment import NodeMemory
 from ray_dcp.reads.wanted import Loaded, RecordTasks, count_as_changed, large_of
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.open import open_store, opens
@@ -55,7 +55,7 @@ class StoreReader(StorageReader):
         checkpoint_id: str | os.PathLike[str] | None = None,
         *,
         trusted: bool = False,
-        sharing: Sharing | None = Sharing(),  # noqa: B008 - it is frozen
+        sharing: NodeMemory | None = NodeMemory(),  # noqa: B008 - it is frozen
     ) -> None:
         super().__init__()
         self.checkpoint_id = absolute(checkpoint_id) if checkpoint_id is not None else ""

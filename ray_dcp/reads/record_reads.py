@@ -38,7 +38,7 @@ _FOLDER = 1 << 4
 """In the attributes of a zip entry."""
 
 
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_TORCH_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 class WantedRecord(NamedTuple):
@@ -111,7 +111,7 @@ class RecordReads:
             and target.nbytes == wanted.nbytes
             and len(table.block_crcs[number]) == 1
             and not self._unchecked
-            and _DTYPES.get(table.dtypes[number] or "") is target.dtype
+            and _TORCH_DTYPES.get(table.dtypes[number] or "") is target.dtype
             and is_direct(target, target.dtype)
         )
 

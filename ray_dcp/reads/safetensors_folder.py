@@ -46,14 +46,14 @@ _MAX_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class FoundFolder:
+class SafetensorsFolder:
     """What the files' headers say: ``.metadata`` and manifest, as they would be on disk."""
 
     metadata: bytes
     manifest: bytes
 
 
-def find_safetensors(store: Store, only: str = "") -> FoundFolder | None:
+def find_safetensors(store: Store, only: str = "") -> SafetensorsFolder | None:
     """Read the headers of the safetensors files directly in ``store``; None where there are none.
 
     The files are those that the index names; without an index ``model.safetensors``, or else all there are. With
@@ -84,7 +84,7 @@ def find_safetensors(store: Store, only: str = "") -> FoundFolder | None:
     metadata = encode_metadata(_metadata(store, entries))
     created = max((held[file].modified for file in files), default=0.0)
     manifest = Manifest(entries, 1, "", metadata_digest(metadata), created, versions={})
-    return FoundFolder(metadata, encode_manifest(manifest))
+    return SafetensorsFolder(metadata, encode_manifest(manifest))
 
 
 def _index_of(store: Store, held: Mapping[str, StoredObject]) -> str:

@@ -135,3 +135,10 @@ def _pinned_ring(device: torch.device) -> Ring:
             ]
             _rings[device] = Ring(buffers, start_copy)
         return _rings[device]
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous CPU copy of ``tensor`` with a storage of its own: later changes of ``tensor`` do not reach it."""
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    staged.copy_(tensor.detach())
+    return staged

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from ray_dcp.progress import PIECE_NBYTES, advance
-from ray_dcp.store.chunks import chunk_bytes
+from ray_dcp.progress import PROGRESS_NBYTES, advance
+from ray_dcp.store.store import chunk_bytes
 
 # Some network and FUSE filesystems have no fsync for folders: there, names are as durable as the server makes them.
 _NO_FOLDER_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
@@ -22,7 +22,7 @@ def write_fully(descriptor: int, chunk: bytes | bytearray | memoryview) -> int:
     nbytes = len(rest)
     while rest:
         # In pieces, so that whoever waits sees them move, and a save that has failed elsewhere stops here.
-        written = os.write(descriptor, rest[:PIECE_NBYTES])
+        written = os.write(descriptor, rest[:PROGRESS_NBYTES])
         if written == 0:
             raise OSError(errno.EIO, "the filesystem takes no more bytes and gives no reason")
         rest = rest[written:]
@@ -112,7 +112,7 @@ def fsync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-_MAX_RACES = 16
+_MAX_FOLDERS_SWEPT = 16
 
 
 def make_folder(folder: str) -> bool:
@@ -131,7 +131,7 @@ def _mkdir(folder: str) -> None:
     """Raises ``FileNotFoundError`` where the folder above is there all the same: procfs says so of any folder."""
     above = os.path.dirname(folder)
     was_there = False
-    for _ in range(_MAX_RACES):  # a sweep may remove the folder above once more
+    for _ in range(_MAX_FOLDERS_SWEPT):  # a sweep may remove the folder above once more
         try:
             os.mkdir(folder)
         except FileNotFoundError:

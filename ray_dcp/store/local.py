@@ -14,7 +14,7 @@ from typing import Any
 from ray_dcp.errors import ObjectNotFoundError, RayDcpError, StoreError
 from ray_dcp.progress import advance
 from ray_dcp.store.durable import Writeback, close_durably, fsync_folder, make_folder, preallocate, write_fully
-from ray_dcp.store.location.keys import require_key, require_prefix
+from ray_dcp.store.location.urls import require_key, require_prefix
 from ray_dcp.store.reading import Fill
 from ray_dcp.store.store import ObjectWriter, Store, StoredObject
 from ray_dcp.store.translate import as_store_error, require_range, store_errors

@@ -8,9 +8,8 @@ from typing import Any
 
 from ray_dcp.errors import NotAFolderError, StoreError
 from ray_dcp.progress import advance
-from ray_dcp.store.chunks import chunk_bytes
-from ray_dcp.store.location.keys import require_key, require_prefix
-from ray_dcp.store.store import ObjectWriter, StoredObject
+from ray_dcp.store.location.urls import require_key, require_prefix
+from ray_dcp.store.store import ObjectWriter, StoredObject, chunk_bytes
 from ray_dcp.store.translate import require_range, store_errors
 
 

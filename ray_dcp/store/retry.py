@@ -16,17 +16,13 @@ import tenacity
 
 from ray_dcp.errors import StoreError, StoreUnavailableError
 from ray_dcp.progress import advance
-from ray_dcp.settings import require_seconds, seconds_from
-from ray_dcp.store.chunks import chunk_bytes
-from ray_dcp.store.location.keys import require_key
-from ray_dcp.store.location.urls import shown_url
+from ray_dcp.settings import VARIABLE_PREFIX, count_from, require_count, require_seconds, seconds_from
+from ray_dcp.store.location.urls import require_key, shown_url
 from ray_dcp.store.reading import get_into
-from ray_dcp.store.store import ObjectWriter, Store, StoredObject, exists
-from ray_dcp.store.store_settings import count_from, require_count
+from ray_dcp.store.store import ObjectWriter, Store, StoredObject, chunk_bytes, exists
 from ray_dcp.store.translate import is_transient
 
 _logger = logging.getLogger("ray_dcp.storage")
-_VARIABLE_PREFIX = "RAY_DCP_RETRY_"
 _LOOK_S = 0.1
 _MAX_DELETE_S = 15.0
 _Answer = TypeVar("_Answer")
@@ -65,7 +61,7 @@ class RetryPolicy:
     @classmethod
     def texts_in(cls, variables: Mapping[str, str]) -> dict[str, str]:
         """What environment variables such as ``RAY_DCP_RETRY_MAX_ATTEMPTS`` say, for ``from_texts``."""
-        names = {setting.name: _VARIABLE_PREFIX + setting.name.upper() for setting in dataclasses.fields(cls)}
+        names = {setting.name: f"{VARIABLE_PREFIX}RETRY_" + setting.name.upper() for setting in dataclasses.fields(cls)}
         return {name: variables[variable] for name, variable in names.items() if variable in variables}
 
 

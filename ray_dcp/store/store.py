@@ -132,3 +132,10 @@ class FolderStore(Protocol):
     def is_link(self, prefix: str) -> bool:
         """Whether the folder ``prefix`` is a symbolic link: what it shows lies in another folder."""
         ...
+
+
+def chunk_bytes(chunk: bytes | bytearray | memoryview) -> memoryview:
+    """``chunk`` as flat bytes, not copied."""
+    view = memoryview(chunk)
+    # cast() refuses a shape that has a zero in it.
+    return view.cast("B") if view.nbytes else memoryview(b"")

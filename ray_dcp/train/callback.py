@@ -12,14 +12,15 @@ from typing import Any, ParamSpec
 
 import ray
 
-from ray_dcp.cluster.coordinator_actor import NAMESPACE, end_coordinator, ensure_coordinator
+from ray_dcp.cluster.coordinator_actor import end_coordinator, ensure_coordinator
+from ray_dcp.cluster.current import joined_groups
+from ray_dcp.cluster.group_record import NAMESPACE
 from ray_dcp.cluster.ray_private import private
 from ray_dcp.cluster.train_context import train_group_name
 from ray_dcp.errors import ConfigError
 from ray_dcp.settings import require_seconds
 from ray_dcp.train.controller import ControllerAccess
 from ray_dcp.train.early_look import ActorWatch, tell_of_own_failure
-from ray_dcp.train.hand_over import finish_saves
 from ray_dcp.train.lost_nodes import LeftOutNodes, alive_node_ids, silent_nodes, wait_for_lost_nodes
 from ray_dcp.train.spares import Spares
 
@@ -238,6 +239,15 @@ class CheckpointCallback(_ControllerCallback, _WorkerGroupCallback, _WorkerCallb
     @_never_fails_the_run
     def before_worker_shutdown(self) -> None:
         finish_saves(_HAND_OVER_S)
+
+
+def finish_saves(timeout_s: float) -> int:
+    """Wait until this process's asynchronous saves are committed or have failed; return how many are not by then.
+
+    What a worker does when Ray Train stops it. Whether one has failed is for who asked for it: nothing is raised.
+    """
+    deadline = time.monotonic() + timeout_s
+    return sum(not group.background.wait_for_latest(max(0.0, deadline - time.monotonic())) for group in joined_groups())
 
 
 @_never_fails_the_run

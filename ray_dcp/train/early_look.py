@@ -15,7 +15,7 @@ from ray_dcp.cluster.ray_private import private
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.1
+_FAILURE_LOOK_S = 0.1
 _DEAD = 4
 """``ActorTableData.ActorState.DEAD``."""
 
@@ -44,7 +44,7 @@ class ActorWatch:
 
     def _watch(self) -> None:
         try:
-            while self._actors and not self._stopped.wait(_LOOK_EVERY_S):
+            while self._actors and not self._stopped.wait(_FAILURE_LOOK_S):
                 alive = [actor for actor in self._actors if actor._get_local_state() != _DEAD]
                 if len(alive) < len(self._actors) and not self._stopped.is_set():
                     self._on_death()
@@ -61,7 +61,7 @@ def tell_of_own_failure() -> None:
     def watch() -> None:
         try:
             while runner.get_error() is None:
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_FAILURE_LOOK_S)
             controller.__ray_call__.remote(look_now)
         except Exception as error:  # noqa: BLE001 - the controller looks by itself, later
             logger.debug("could not tell the controller of a failure: %r", error)

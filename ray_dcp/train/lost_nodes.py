@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 _KNOCK_TIMEOUT_S = 1.0
-_LOOK_AGAIN_S = 0.1
+_NODES_LOOK_S = 0.1
 _MAX_KNOCKS_AT_ONCE = 32
 _KNOCK_AGAIN_S = 1.0
 _NODE_ID_LABEL = "ray.io/node-id"
@@ -32,7 +32,7 @@ def wait_for_lost_nodes(node_ids: Collection[str], *, timeout_s: float) -> froze
     deadline = time.monotonic() + timeout_s
     silent = _without_answer(node for node in ray.nodes() if node["Alive"] and node["NodeID"] in node_ids)
     while silent & alive_node_ids() and time.monotonic() < deadline:
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_NODES_LOOK_S)
     return frozenset(node_ids) - alive_node_ids()
 
 

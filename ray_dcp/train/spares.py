@@ -19,12 +19,12 @@ import ray
 from ray.runtime_env import RuntimeEnv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dcp.cluster.group_record import NAMESPACE
 from ray_dcp.cluster.ray_private import private
 from ray_dcp.train.spare_process import Surroundings, own_surroundings
 
 logger = logging.getLogger(__name__)
 
-_NAMESPACE = "ray_dcp"
 _SETTLE_S = 3.0
 """Training goes on for this long before spare processes are started: by then it has loaded its modules."""
 _MAX_SETTLE_S = 60.0
@@ -33,8 +33,8 @@ _KEEP_ALIVE_S = 3600
 """How long a raylet keeps a process that nobody uses; then a new one is started."""
 _IMPORT_TIMEOUT_S = 120.0
 _ANSWER_TIMEOUT_S = 20.0
-_RELEASE_TIMEOUT_S = 3.0
-_LOOK_AGAIN_S = 0.5
+_SPARES_END_S = 3.0
+_IMPORTED_LOOK_S = 0.5
 
 
 class Spares:
@@ -94,7 +94,7 @@ class Spares:
             surroundings = self._surroundings
         if surroundings is None:
             return
-        private("_internal_kv_del")(self._key, del_by_prefix=True, namespace=_NAMESPACE)
+        private("_internal_kv_del")(self._key, del_by_prefix=True, namespace=NAMESPACE)
         # Raylets end a process by themselves only when its time has come. One that becomes an actor can be told.
         taken = [
             ray.remote(num_cpus=0, runtime_env=RuntimeEnv.deserialize(surroundings.runtime_env))(_Taker)
@@ -102,7 +102,7 @@ class Spares:
             .remote()
             for node_id in waiting.elements()
         ]
-        ray.wait([actor.__ray_ready__.remote() for actor in taken], num_returns=len(taken), timeout=_RELEASE_TIMEOUT_S)
+        ray.wait([actor.__ray_ready__.remote() for actor in taken], num_returns=len(taken), timeout=_SPARES_END_S)
         for actor in taken:
             ray.kill(actor)
 
@@ -128,18 +128,18 @@ class Spares:
                 return
             self._waiting += missing
             self._started_at = time.monotonic()
-        private("_internal_kv_put")(f"{self._key}/begin", surroundings.encoded(), namespace=_NAMESPACE)
+        private("_internal_kv_put")(f"{self._key}/begin", surroundings.encoded(), namespace=NAMESPACE)
         _ask_raylets_for(missing, surroundings)
         self._wait_until_imported(missing.total(), ended)
 
     def _wait_until_imported(self, num_processes: int, ended: threading.Event) -> None:
         deadline = time.monotonic() + _IMPORT_TIMEOUT_S
-        while time.monotonic() < deadline and not ended.wait(_LOOK_AGAIN_S):
-            done = private("_internal_kv_list")(f"{self._key}/done/", namespace=_NAMESPACE)
+        while time.monotonic() < deadline and not ended.wait(_IMPORTED_LOOK_S):
+            done = private("_internal_kv_list")(f"{self._key}/done/", namespace=NAMESPACE)
             if len(done) >= num_processes:
                 break
         # From now on a process that is started with that runtime environment is no spare one: say, a task's.
-        private("_internal_kv_del")(self._key, del_by_prefix=True, namespace=_NAMESPACE)
+        private("_internal_kv_del")(self._key, del_by_prefix=True, namespace=NAMESPACE)
 
 
 class _Taker:
@@ -147,7 +147,7 @@ class _Taker:
 
 
 def _hook(key: str) -> Callable[[], None]:
-    get, put = private("_internal_kv_get"), private("_internal_kv_put")
+    get, put, namespace = private("_internal_kv_get"), private("_internal_kv_put"), NAMESPACE
 
     def look_for_what_to_import() -> None:
         # Ray ends a process whose hook raises. It gets this function by value, so nothing need be importable there.
@@ -155,7 +155,7 @@ def _hook(key: str) -> Callable[[], None]:
             import os
             import threading
 
-            encoded = get(f"{key}/begin", namespace="ray_dcp")
+            encoded = get(f"{key}/begin", namespace=namespace)
             if encoded is None:
                 return  # the usual case: this is no spare process
 
@@ -169,7 +169,7 @@ def _hook(key: str) -> Callable[[], None]:
             importing = threading.Thread(target=import_behind_others)
             importing.start()
             importing.join()
-            put(f"{key}/done/{os.urandom(8).hex()}", b"", namespace="ray_dcp")
+            put(f"{key}/done/{os.urandom(8).hex()}", b"", namespace=namespace)
         except Exception:  # noqa: BLE001 - it is as good a process as any other
             return
 

@@ -17,8 +17,7 @@ from ray_dcp.format.names import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
 from ray_dcp.format.tensor_pickle import tensor_pickle
 from ray_dcp.format.zip_record import RecordFrame, SmallFrame, frame_payload
 from ray_dcp.staging.host_pieces import host_pieces, small_content
-from ray_dcp.store.chunks import chunk_bytes
-from ray_dcp.store.store import ObjectWriter
+from ray_dcp.store.store import ObjectWriter, chunk_bytes
 from ray_dcp.torch_private import AsyncCollectiveTensor
 
 _MAX_HELD_NBYTES = 1 << 18

@@ -90,7 +90,7 @@ def test_verify_refuses_what_is_no_metadata_although_its_digest_is_right(place, 
 
 
 def test_every_dtype_is_among_those_that_are_known_without_torch():
-    assert {name for name, one in vars(torch).items() if isinstance(one, torch.dtype)} <= metadata_rules.DTYPES
+    assert {name for name, one in vars(torch).items() if isinstance(one, torch.dtype)} <= metadata_rules.DTYPE_NAMES
 
 
 def test_every_class_that_is_there_is_known_by_both():

@@ -61,7 +61,7 @@ def place(request, tmp_path):
 @pytest.fixture
 def small_pieces(monkeypatch):
     for module in (pieces, copy_module):
-        monkeypatch.setattr(module, "PIECE_NBYTES", 100)
+        monkeypatch.setattr(module, "READ_NBYTES", 100)
 
 
 def test_a_copy_is_the_same_byte_for_byte(source, place):
@@ -132,8 +132,8 @@ def test_damage_in_the_middle_of_a_large_record_is_named_and_nothing_is_copied(s
 
 def test_what_damages_the_file_while_it_is_copied_is_found(ours, place, monkeypatch):
     """Bytes around the contents are read once for what they say and once to be copied: they must be the same."""
-    monkeypatch.setattr(copy_module, "PIECE_NBYTES", 100)
-    monkeypatch.setattr(pieces, "PIECE_NBYTES", 100)
+    monkeypatch.setattr(copy_module, "READ_NBYTES", 100)
+    monkeypatch.setattr(pieces, "READ_NBYTES", 100)
     inspect = copy_module.inspect_all
     record = records_of(ours)[-1]
     damage = []

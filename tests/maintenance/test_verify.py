@@ -57,8 +57,8 @@ def pieces_of(monkeypatch):
     """Has records be read in pieces of so many bytes."""
 
     def cut(nbytes):
-        monkeypatch.setattr(pieces, "PIECE_NBYTES", nbytes)
-        monkeypatch.setattr(verify_module, "PIECE_NBYTES", nbytes)
+        monkeypatch.setattr(pieces, "READ_NBYTES", nbytes)
+        monkeypatch.setattr(verify_module, "READ_NBYTES", nbytes)
 
     return cut
 
@@ -422,7 +422,7 @@ def test_what_is_done_is_counted(store, large):
         done = []
         report = verify_checkpoint(plan_verify(one.url), on_bytes=done.append)
         assert report.nbytes_checked <= sum(done) <= report.nbytes
-        assert max(done) <= pieces.PIECE_NBYTES
+        assert max(done) <= pieces.READ_NBYTES
 
 
 def test_a_record_that_has_another_checksum_than_the_manifest_is_a_fault(ours):

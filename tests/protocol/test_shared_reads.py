@@ -16,7 +16,7 @@ from ray_dcp.format.manifest import decode_manifest
 from ray_dcp.protocol.coordinator.coordinator import Coordinator
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.reads.record_reads import RecordReads
-from ray_dcp.reads.sharing.segment import Sharing
+from ray_dcp.reads.sharing.segment import NodeMemory
 from ray_dcp.settings import Limits
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shared_memory import require_none_left
@@ -88,7 +88,7 @@ def nbytes_read(reports):
 
 
 def test_columns_of_what_was_saved_by_rows_are_read_once(saved, memory):
-    reports = load_columns(saved, Sharing(str(memory)))
+    reports = load_columns(saved, NodeMemory(str(memory)))
     assert nbytes_read(reports) == NBYTES
     assert max(report.nbytes_read for report in reports) < 1.5 * NBYTES / 8
     assert nbytes_read(load_columns(saved, None)) == 8 * NBYTES
@@ -103,21 +103,21 @@ def test_it_is_so_without_being_asked_for_and_nothing_stays_in_shared_memory(sav
 
 def test_replicated_values_are_read_once_by_all_ranks_together(saved, memory):
     templates = [{name: torch.full(SHAPE, torch.nan) for name in NAMES} for _ in range(4)]
-    reports = require_no_errors(load_sharing(ThreadRanks(4), templates, saved, lambda _: Sharing(str(memory))))
+    reports = require_no_errors(load_sharing(ThreadRanks(4), templates, saved, lambda _: NodeMemory(str(memory))))
     assert nbytes_read(reports) == NBYTES
     assert all(torch.equal(template[name], value(name)) for template in templates for name in NAMES)
 
 
 def test_two_ranks_share_what_is_far_away(saved, memory):
     faults = Faults()  # its stores are of a scheme of their own: who knows where that leads
-    assert nbytes_read(load_columns(faults.url(saved), Sharing(str(memory)), 2)) == NBYTES
-    assert nbytes_read(load_columns(saved, Sharing(str(memory)), 2)) == 2 * NBYTES
+    assert nbytes_read(load_columns(faults.url(saved), NodeMemory(str(memory)), 2)) == NBYTES
+    assert nbytes_read(load_columns(saved, NodeMemory(str(memory)), 2)) == 2 * NBYTES
 
 
 def test_each_node_reads_once(saved, memory):
     templates = [columns(rank, 8) for rank in range(8)]
     reports = require_no_errors(
-        load_sharing(ThreadRanks(8), templates, saved, lambda rank: Sharing(str(memory), node=f"node {rank % 2}"))
+        load_sharing(ThreadRanks(8), templates, saved, lambda rank: NodeMemory(str(memory), node=f"node {rank % 2}"))
     )
     assert nbytes_read(reports) == 2 * NBYTES
     assert all(map(are_right, templates))
@@ -150,7 +150,9 @@ def test_what_is_shared_and_what_is_not_load_together(tmp_path, memory):
 
     require_no_errors(ThreadRanks(2).save(state, tmp_path / "c"))
     templates = [template(rank) for rank in range(4)]
-    reports = require_no_errors(load_sharing(ThreadRanks(4), templates, tmp_path / "c", lambda _: Sharing(str(memory))))
+    reports = require_no_errors(
+        load_sharing(ThreadRanks(4), templates, tmp_path / "c", lambda _: NodeMemory(str(memory)))
+    )
     for rank, filled in enumerate(templates):
         assert are_right(filled["by rows"])
         assert torch.equal(filled["replicated"], value("a"))
@@ -171,7 +173,7 @@ def test_other_dtypes_are_converted_on_the_way(saved, memory):
     reports = require_no_errors(
         ranks.run(
             lambda r: ranks.load_rank(
-                r, templates[r], saved, cast=True, reader=StoreReader(sharing=Sharing(str(memory)))
+                r, templates[r], saved, cast=True, reader=StoreReader(sharing=NodeMemory(str(memory)))
             )
         )
     )
@@ -182,13 +184,13 @@ def test_other_dtypes_are_converted_on_the_way(saved, memory):
 def test_safetensors_files_are_shared_too(tmp_path, memory):
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file({name: value(name) for name in NAMES}, tmp_path / "model.safetensors")
-    assert nbytes_read(load_columns(tmp_path / "model.safetensors", Sharing(str(memory)))) < 1.001 * NBYTES
+    assert nbytes_read(load_columns(tmp_path / "model.safetensors", NodeMemory(str(memory)))) < 1.001 * NBYTES
 
 
 def test_a_rank_that_does_not_share_reads_by_itself(saved, memory):
     templates = [columns(rank, 8) for rank in range(8)]
     reports = require_no_errors(
-        load_sharing(ThreadRanks(8), templates, saved, lambda rank: Sharing(str(memory)) if rank else None)
+        load_sharing(ThreadRanks(8), templates, saved, lambda rank: NodeMemory(str(memory)) if rank else None)
     )
     assert reports[0].nbytes_read == NBYTES
     assert nbytes_read(reports[1:]) == NBYTES
@@ -201,7 +203,7 @@ def test_a_reader_of_the_users_own_is_left_alone(saved, memory):
             return super().read_data(plan, planner)
 
     ranks, templates = ThreadRanks(4), [columns(rank, 4) for rank in range(4)]
-    sharing = Sharing(str(memory))
+    sharing = NodeMemory(str(memory))
     reports = require_no_errors(
         ranks.run(lambda rank: ranks.load_rank(rank, templates[rank], saved, reader=OwnReader(sharing=sharing)))
     )
@@ -210,7 +212,7 @@ def test_a_reader_of_the_users_own_is_left_alone(saved, memory):
 
 
 def test_a_reader_can_be_used_again_by_one_rank_alone(saved, memory):
-    ranks, readers = ThreadRanks(4), [StoreReader(sharing=Sharing(str(memory))) for _ in range(4)]
+    ranks, readers = ThreadRanks(4), [StoreReader(sharing=NodeMemory(str(memory))) for _ in range(4)]
     require_no_errors(ranks.run(lambda rank: ranks.load_rank(rank, columns(rank, 4), saved, reader=readers[rank])))
     before = readers[0].nbytes_read
     template = columns(0, 4)
@@ -226,7 +228,7 @@ def test_without_shared_memory_every_rank_reads_by_itself(saved, memory, monkeyp
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with caplog.at_level(logging.INFO):
-        sharing = Sharing(str(memory) if lacking == "room" else str(memory / "nowhere"))
+        sharing = NodeMemory(str(memory) if lacking == "room" else str(memory / "nowhere"))
         assert nbytes_read(load_columns(saved, sharing)) == 8 * NBYTES
     assert ("No space left on device" in caplog.text) == (lacking == "room")
 
@@ -272,7 +274,7 @@ def test_a_store_that_fails_in_one_rank_fails_all_and_the_next_load_is_right(sav
             raise OSError(5, f"Input/output error in {fqn}")
 
     at_read(fail)
-    ranks, sharing = ThreadRanks(8), Sharing(str(memory), patience_s=20)
+    ranks, sharing = ThreadRanks(8), NodeMemory(str(memory), patience_s=20)
     templates = [columns(rank, 8) for rank in range(8)]
     outcomes = load_sharing(ranks, templates, saved, lambda _: sharing)
     assert all(isinstance(outcome, dcp.CheckpointException) for outcome in outcomes)
@@ -291,7 +293,7 @@ def test_a_damaged_block_is_named_with_its_file_and_value_and_gets_nowhere(tmp_p
     content[entry.payload_offset + 3 * 2**20 + 5] ^= 4
     file.write_bytes(content)
     templates = [columns(rank, 8) for rank in range(8)]
-    outcomes = load_sharing(ThreadRanks(8), templates, tmp_path / "c", lambda _: Sharing(str(memory), patience_s=20))
+    outcomes = load_sharing(ThreadRanks(8), templates, tmp_path / "c", lambda _: NodeMemory(str(memory), patience_s=20))
     for outcome in outcomes:
         assert isinstance(outcome, dcp.CheckpointException)
         ((failure, _),) = outcome.failures.values()
@@ -319,7 +321,7 @@ def test_a_rank_that_stands_still_is_the_one_that_is_named(saved, memory, at_rea
 
     def on_rank(rank):
         who[threading.current_thread()] = rank
-        reader = StoreReader(sharing=Sharing(str(memory), patience_s=0.2))
+        reader = StoreReader(sharing=NodeMemory(str(memory), patience_s=0.2))
         try:
             return ranks.load_rank(rank, columns(rank, 8), saved, reader=reader)
         finally:
@@ -367,7 +369,7 @@ def test_a_rank_that_is_slow_costs_no_more_than_reading_by_oneself(saved, memory
         return contribute(call_id, rank, phase, message, **options)
 
     coordinator.contribute = noting
-    sharing = Sharing(str(memory), patience_s=0.2)
+    sharing = NodeMemory(str(memory), patience_s=0.2)
     require_no_errors(load_sharing(ranks, templates, saved, lambda _: sharing))
     assert all(map(are_right, templates))
 
@@ -405,7 +407,7 @@ def test_a_coordinator_that_starts_over_meanwhile_gives_the_same_answers(saved, 
     at_read(start_over)
     ranks = ThreadRanks(8, coordinator=coordinator)
     templates = [columns(rank, 8) for rank in range(8)]
-    reports = require_no_errors(load_sharing(ranks, templates, saved, lambda _: Sharing(str(memory))))
+    reports = require_no_errors(load_sharing(ranks, templates, saved, lambda _: NodeMemory(str(memory))))
     assert all(map(are_right, templates))
     assert nbytes_read(reports) == NBYTES
     assert coordinator.num_restarts == 1

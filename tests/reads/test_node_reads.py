@@ -18,7 +18,7 @@ from ray_dcp.progress import Progress, advance, working
 from ray_dcp.reads.chunk import Box, LargeRead, StoredChunk, plain_rows
 from ray_dcp.reads.engine import Lane, ReadShape
 from ray_dcp.reads.sharing.node_reads import Passing, SharedReads, share_rules, want_of
-from ray_dcp.reads.sharing.segment import PREFIX, Sharing
+from ray_dcp.reads.sharing.segment import SEGMENT_PREFIX, NodeMemory
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.memory import MemoryStore
 from ray_dcp.store.parallel import ParallelStore
@@ -42,7 +42,7 @@ class Scene:
 
     def __init__(self, folder, *, patience_s=60.0, shape=SHAPE):
         torch.manual_seed(0)
-        self.sharing = Sharing(str(folder), patience_s)
+        self.sharing = NodeMemory(str(folder), patience_s)
         self.shape = shape
         self.records = [torch.randint(0, 2**15, sizes, dtype=torch.int16) for sizes in SIZES]
         self.lock = threading.Lock()
@@ -196,7 +196,7 @@ def test_the_name_is_gone_before_anything_is_taken(tmp_path):
 
 
 def test_what_killed_processes_left_goes_with_the_next_load(tmp_path):
-    old = tmp_path / f"{PREFIX}of another load"
+    old = tmp_path / f"{SEGMENT_PREFIX}of another load"
     old.write_bytes(b"x")
     os.utime(old, (0, 0))
     scene = Scene(tmp_path)

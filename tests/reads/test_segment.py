@@ -16,7 +16,7 @@ import pytest
 
 from ray_dcp.progress import Progress, working
 from ray_dcp.reads.sharing import segment
-from ray_dcp.reads.sharing.segment import PREFIX, Counter, SharedSegment, Sharing, remove_stale
+from ray_dcp.reads.sharing.segment import SEGMENT_PREFIX, Counter, NodeMemory, SharedSegment, remove_stale
 from tests.slack import within
 
 NBYTES = 1 << 16
@@ -27,7 +27,7 @@ def sharing(tmp_path):
     """In a folder of its own, which must be empty in the end."""
     folder = tmp_path / "memory"
     folder.mkdir()
-    yield Sharing(str(folder), patience_s=0.2)
+    yield NodeMemory(str(folder), patience_s=0.2)
     assert os.listdir(folder) == []
 
 
@@ -50,13 +50,13 @@ def test_the_name_goes_with_whoever_leaves_and_the_memory_stays_for_the_others(s
     with opened(sharing, 1) as second:
         with opened(sharing, 0) as first:
             first.part(0, 1)[:] = b"x"
-            assert os.listdir(sharing.folder) == [f"{PREFIX}token"]
+            assert os.listdir(sharing.folder) == [f"{SEGMENT_PREFIX}token"]
         assert os.listdir(sharing.folder) == []
         assert second.memory[0] == ord("x")
 
 
 def test_one_that_leaves_before_another_has_come_is_found_out_by_that_one(sharing):
-    patient = Sharing(sharing.folder, patience_s=60)
+    patient = NodeMemory(sharing.folder, patience_s=60)
     with opened(patient, 0):
         pass
     with opened(patient, 1) as second:
@@ -74,7 +74,7 @@ def test_the_name_goes_when_one_never_comes(sharing, interrupted):
 
 
 def test_one_that_left_is_not_waited_for_unless_it_got_there_before(sharing):
-    patient = Sharing(sharing.folder, patience_s=60)
+    patient = NodeMemory(sharing.folder, patience_s=60)
     with opened(patient, 1) as second:
         with opened(patient, 0) as first:
             first.tell(Counter.READ, 2)
@@ -85,7 +85,7 @@ def test_one_that_left_is_not_waited_for_unless_it_got_there_before(sharing):
 
 
 def test_one_that_gives_signs_is_waited_for_beyond_the_patience(sharing):
-    sharing = Sharing(sharing.folder, patience_s=1)  # a busy machine may stop a thread for a while
+    sharing = NodeMemory(sharing.folder, patience_s=1)  # a busy machine may stop a thread for a while
     with opened(sharing, 0) as first, opened(sharing, 1) as second, ThreadPoolExecutor(1) as threads:
         waits = threads.submit(second.everyone_reaches, Counter.READ, 1, [0])
         until_s = time.monotonic() + 1.5 * sharing.patience_s
@@ -98,7 +98,7 @@ def test_one_that_gives_signs_is_waited_for_beyond_the_patience(sharing):
 
 
 def test_one_that_waits_for_a_slow_one_gives_signs_to_those_who_wait_for_it(sharing):
-    sharing = Sharing(sharing.folder, patience_s=1)
+    sharing = NodeMemory(sharing.folder, patience_s=1)
     with (
         opened(sharing, 0, 3) as slow,
         opened(sharing, 1, 3) as between,
@@ -127,7 +127,7 @@ def test_a_rank_that_waits_can_be_interrupted(sharing):
 
 def test_no_room_is_an_error_that_the_others_hear_of(sharing, monkeypatch):
     """Only the kernel may say so: what a mapped file has no memory for kills the process that writes it."""
-    patient = Sharing(sharing.folder, patience_s=60)
+    patient = NodeMemory(sharing.folder, patience_s=60)
     fallocate = os.posix_fallocate
 
     def full(descriptor, offset, nbytes):
@@ -149,15 +149,15 @@ def test_a_file_of_another_size_is_refused(sharing):
 
 
 def test_there_is_no_memory_to_share_where_there_is_no_folder(tmp_path):
-    nowhere = Sharing(str(tmp_path / "nowhere"))
+    nowhere = NodeMemory(str(tmp_path / "nowhere"))
     assert nowhere.memory() is None
     assert nowhere.free_nbytes() == 0
 
 
 def test_memory_is_named_by_the_mount_and_not_by_the_process(tmp_path):
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(Sharing().memory) == Sharing().memory()
-    assert Sharing(str(tmp_path)).memory() != Sharing("/proc").memory()
+        assert pool.apply(NodeMemory().memory) == NodeMemory().memory()
+    assert NodeMemory(str(tmp_path)).memory() != NodeMemory("/proc").memory()
 
 
 def aged(path, age_s):
@@ -166,7 +166,7 @@ def aged(path, age_s):
 
 @pytest.mark.parametrize("left_behind", [True, False])
 def test_only_an_old_file_that_nobody_has_open_is_removed(tmp_path, left_behind, caplog):
-    path, young = tmp_path / f"{PREFIX}old", tmp_path / f"{PREFIX}young"
+    path, young = tmp_path / f"{SEGMENT_PREFIX}old", tmp_path / f"{SEGMENT_PREFIX}young"
     for one in (path, young, tmp_path / "other"):
         one.write_bytes(b"x")
     aged(path, segment.STALE_S + 1)
@@ -208,7 +208,7 @@ def test_processes_keep_step_and_go_their_own_way_when_one_is_killed(sharing, di
 
     def member(slot):
         barrier.wait()
-        be_a_member(Sharing(sharing.folder, patience_s=1), 3, slot, 200, die_at)
+        be_a_member(NodeMemory(sharing.folder, patience_s=1), 3, slot, 200, die_at)
 
     processes = [context.Process(target=member, args=(slot,)) for slot in range(3)]
     for process in processes:

@@ -19,7 +19,7 @@ import ray_dcp as dcp
 from ray_dcp.catalog.listing import list_checkpoints
 from ray_dcp.protocol.exception import RankFailure
 from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
-from ray_dcp.train import CheckpointCallback, hand_over
+from ray_dcp.train import CheckpointCallback, callback
 from ray_dcp.write.writer import StoreWriter
 from tests.slack import within
 
@@ -38,10 +38,10 @@ def test_a_save_under_way_is_waited_for_and_how_it_ended_stays_untold(monkeypatc
     saved, failed = AsyncSaveResponse(), AsyncSaveResponse()
     error = dcp.CheckpointException("save", "/c", [RankFailure(0, "write", "OSError", "broken on purpose", "")])
     groups = [group_with(None), group_with(saved), group_with(failed)]
-    monkeypatch.setattr(hand_over, "joined_groups", lambda: groups)
+    monkeypatch.setattr(callback, "joined_groups", lambda: groups)
     later(lambda: saved.set_result(Metadata({})))
     later(lambda: failed.set_exception(error))
-    assert hand_over.finish_saves(timeout_s=30) == 0
+    assert callback.finish_saves(timeout_s=30) == 0
     assert saved.done()
     # Nobody has looked: the next save or load is to raise it.
     assert failed.untold_failure() is error
@@ -49,9 +49,9 @@ def test_a_save_under_way_is_waited_for_and_how_it_ended_stays_untold(monkeypatc
 
 def test_what_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [group_with(AsyncSaveResponse()), group_with(AsyncSaveResponse())]
-    monkeypatch.setattr(hand_over, "joined_groups", lambda: groups)
+    monkeypatch.setattr(callback, "joined_groups", lambda: groups)
     started = time.monotonic()
-    assert hand_over.finish_saves(timeout_s=0.2) == 2
+    assert callback.finish_saves(timeout_s=0.2) == 2
     assert time.monotonic() - started < within(5)
 
 

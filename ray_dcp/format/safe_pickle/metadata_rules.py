@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-_PATHS = frozenset(("PosixPath", "PurePosixPath", "Path", "PurePath", "WindowsPath", "PureWindowsPath"))
+_PATH_NAMES = frozenset(("PosixPath", "PurePosixPath", "Path", "PurePath", "WindowsPath", "PureWindowsPath"))
 
 METADATA_CLASSES: Mapping[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
@@ -39,13 +39,13 @@ METADATA_CLASSES: Mapping[str, frozenset[str]] = {
     "collections": frozenset(("OrderedDict",)),
     "builtins": frozenset(("set", "frozenset", "complex")),
     # StorageMeta.checkpoint_id is a Path where the caller passed one.
-    "pathlib": _PATHS,
+    "pathlib": _PATH_NAMES,
 }
 
 MEMORY_FORMATS = frozenset(("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"))
 _ENUMS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")
 
-DTYPES = frozenset((
+DTYPE_NAMES = frozenset((
     "bit", "float16", "half", "bfloat16", "float32", "float", "float64", "double",
     "complex32", "chalf", "complex64", "cfloat", "complex128", "cdouble", "bool",
     "uint8", "int8", "int16", "short", "int32", "int", "int64", "long", "uint16", "uint32", "uint64",
@@ -197,9 +197,9 @@ class _SymbolsOnly:
         module, name = as_named_now(module, name)
         if (module, name) == ("builtins", "getattr"):
             return self.given.give(EnumMember(_symbol_members))
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
-        if name in METADATA_CLASSES.get(module, ()) or (module == "torch" and name in DTYPES):
+        if (module, name) in _BUILTIN_CLASSES:
+            return _BUILTIN_CLASSES[module, name]
+        if name in METADATA_CLASSES.get(module, ()) or (module == "torch" and name in DTYPE_NAMES):
             return _symbol(module, name)
         raise NotAllowedError(f"{module}.{name}")
 
@@ -213,7 +213,7 @@ class _CarefulSymbols(_SymbolsOnly, pickle._Unpickler):
     dispatch = without_reserving(pickle._Unpickler.dispatch)
 
 
-_PLAIN: Mapping[tuple[str, str], Any] = {("builtins", one.__name__): one for one in (set, frozenset, complex)}
+_BUILTIN_CLASSES: Mapping[tuple[str, str], Any] = {("builtins", one.__name__): one for one in (set, frozenset, complex)}
 
 
 @functools.cache

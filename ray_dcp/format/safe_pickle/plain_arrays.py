@@ -14,16 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from ray_dcp.format.safe_pickle.plain_checks import require
-
-_KINDS = re.compile(r"[?bhilqpBHILQPefdgFDGO]|[biufcOmM]\d{1,2}|[SaUV]\d+|[SUV]")
+_DTYPE_TEXT = re.compile(r"[?bhilqpBHILQPefdgFDGO]|[biufcOmM]\d{1,2}|[SaUV]\d+|[SUV]")
 _MAX_NBYTES = 1 << 31
 
-SCALARS = tuple({np.dtype(kind).type for kind in "?bhilqBHILQefdgFDGSUVOMm"})
+NUMPY_SCALARS = tuple({np.dtype(kind).type for kind in "?bhilqBHILQefdgFDGSUVOMm"})
+
+
+class RefusedValueError(ValueError):
+    """A file passes something to a plain class that no pickle of a plain value does."""
+
+
+def require(allowed: bool) -> None:
+    if not allowed:
+        raise RefusedValueError("what is passed to it is none of its values")
 
 
 def _dtype(described: Any, *flags: Any) -> np.dtype[Any]:
-    require(type(described) is str and _KINDS.fullmatch(described) is not None)
+    require(type(described) is str and _DTYPE_TEXT.fullmatch(described) is not None)
     require(all(type(flag) in (bool, int) for flag in flags) and len(flags) <= 2)
     return np.dtype(described, copy=True)  # a state that follows must not reach the one that all arrays share
 
@@ -133,19 +140,30 @@ def _scalar(dtype: Any, content: Any = b"") -> Any:
 
 
 _MULTIARRAY: Any = importlib.import_module("numpy._core.multiarray")
-_DTYPES = {type(np.dtype(kind)) for kind in "?bhilqBHILQefdgFDGSUVOMm"}
+_DTYPE_CLASSES = {type(np.dtype(kind)) for kind in "?bhilqBHILQefdgFDGSUVOMm"}
 
-CLASSES: Mapping[str, type] = {
+ARRAY_CLASSES: Mapping[str, type] = {
     "numpy.ndarray": np.ndarray,
     "numpy.dtype": np.dtype,
-    **{f"numpy.{one.__name__}": one for one in SCALARS},
+    **{f"numpy.{one.__name__}": one for one in NUMPY_SCALARS},
 }
-CALLS: Mapping[type, Callable[..., Any]] = {np.dtype: _dtype}
-FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+ARRAY_CALLS: Mapping[type, Callable[..., Any]] = {np.dtype: _dtype}
+ARRAY_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     # numpy 1 had them in numpy.core.
     **{f"numpy.{core}.multiarray._reconstruct": _reconstruct for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
 }
-STATES: Mapping[type, Callable[[Any, Any], None]] = {np.ndarray: _set_array, **dict.fromkeys(_DTYPES, _set_dtype)}
+ARRAY_STATES: Mapping[type, Callable[[Any, Any], None]] = {
+    np.ndarray: _set_array,
+    **dict.fromkeys(_DTYPE_CLASSES, _set_dtype),
+}
 
-__all__ = ["CALLS", "CLASSES", "FUNCTIONS", "SCALARS", "STATES"]
+__all__ = [
+    "RefusedValueError",
+    "require",
+    "ARRAY_CALLS",
+    "ARRAY_CLASSES",
+    "ARRAY_FUNCTIONS",
+    "NUMPY_SCALARS",
+    "ARRAY_STATES",
+]

@@ -28,7 +28,7 @@ import torch
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.format.safe_pickle import plain_arrays
-from ray_dcp.format.safe_pickle.plain_checks import RefusedValueError, require
+from ray_dcp.format.safe_pickle.plain_arrays import RefusedValueError, require
 
 
 def _texts(cls: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,9 +176,9 @@ def _nothing(cls: type) -> Callable[..., Any]:
     return make
 
 
-_PATHS = {name: getattr(pathlib, name) for name in ("PurePath", "PurePosixPath", "PureWindowsPath", "Path")}
-_PATHS["PosixPath"] = pathlib.PosixPath if os.name != "nt" else pathlib.PurePosixPath
-_PATHS["WindowsPath"] = pathlib.WindowsPath if os.name == "nt" else pathlib.PureWindowsPath
+_PATH_CLASSES = {name: getattr(pathlib, name) for name in ("PurePath", "PurePosixPath", "PureWindowsPath", "Path")}
+_PATH_CLASSES["PosixPath"] = pathlib.PosixPath if os.name != "nt" else pathlib.PurePosixPath
+_PATH_CLASSES["WindowsPath"] = pathlib.WindowsPath if os.name == "nt" else pathlib.PureWindowsPath
 _ADDRESSES = ("IPv4Address", "IPv6Address", "IPv4Network", "IPv6Network", "IPv4Interface", "IPv6Interface")
 
 CLASSES: Mapping[str, type] = {
@@ -192,7 +192,7 @@ CLASSES: Mapping[str, type] = {
     "decimal.Decimal": decimal.Decimal,
     "fractions.Fraction": fractions.Fraction,
     "uuid.UUID": uuid.UUID,
-    **{f"pathlib.{name}": one for name, one in _PATHS.items()},
+    **{f"pathlib.{name}": one for name, one in _PATH_CLASSES.items()},
     **{f"ipaddress.{name}": getattr(ipaddress, name) for name in _ADDRESSES},
     "types.SimpleNamespace": types.SimpleNamespace,
     "_io.BytesIO": io.BytesIO,
@@ -201,7 +201,7 @@ CLASSES: Mapping[str, type] = {
     "time.struct_time": time.struct_time,
     "random.Random": random.Random,
     "torch._C.Generator": torch.Generator,
-    **plain_arrays.CLASSES,
+    **plain_arrays.ARRAY_CLASSES,
 }  # fmt: skip
 """By their names in a pickle: they may be values themselves."""
 
@@ -226,7 +226,7 @@ CALLS: Mapping[type, Callable[..., Any]] = {
     decimal.Decimal: _texts(decimal.Decimal),
     fractions.Fraction: _fraction,
     uuid.UUID: _nothing(uuid.UUID),
-    **{one: _texts(one) for one in _PATHS.values()},
+    **{one: _texts(one) for one in _PATH_CLASSES.values()},
     **{one: _address(one) for one in (getattr(ipaddress, name) for name in _ADDRESSES)},
     types.SimpleNamespace: _nothing(types.SimpleNamespace),
     io.BytesIO: _nothing(io.BytesIO),
@@ -235,11 +235,11 @@ CALLS: Mapping[type, Callable[..., Any]] = {
     time.struct_time: _struct_time,
     random.Random: _nothing(random.Random),
     torch.Generator: _generator,
-    **plain_arrays.CALLS,
+    **plain_arrays.ARRAY_CALLS,
 }
 """What is called in place of a class, with what a file passes to it."""
 
-FUNCTIONS: Mapping[str, Callable[..., Any]] = {"_codecs.encode": _encode, **plain_arrays.FUNCTIONS}
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {"_codecs.encode": _encode, **plain_arrays.ARRAY_FUNCTIONS}
 """What is called in place of a function."""
 
 METHODS: Mapping[tuple[type, str], Callable[..., Any]] = {(zoneinfo.ZoneInfo, "_unpickle"): zone_by_key}
@@ -302,11 +302,11 @@ STATES: Mapping[type, Callable[[Any, Any], None]] = {
     io.StringIO: _set_string_io,
     random.Random: _set_random,
     torch.Generator: _set_generator,
-    **plain_arrays.STATES,
+    **plain_arrays.ARRAY_STATES,
 }
 """How a state that follows an object is put into it."""
 
-NAMES = frozenset((*CLASSES, *FUNCTIONS, *CONSTANTS))
+PLAIN_NAMES = frozenset((*CLASSES, *FUNCTIONS, *CONSTANTS))
 """All that a pickle may name, apart from what torch lets in by itself and what the user has allowed."""
 
 __all__ = [
@@ -316,7 +316,7 @@ __all__ = [
     "FACTORIES",
     "FUNCTIONS",
     "METHODS",
-    "NAMES",
+    "PLAIN_NAMES",
     "STATES",
     "RefusedValueError",
     "zone_by_key",

@@ -19,7 +19,7 @@ import torch
 
 from ray_dcp.format.safe_pickle import plain_values
 from ray_dcp.format.safe_pickle.metadata_rules import EnumMember, NotAllowedError, StandIns, as_named_now
-from ray_dcp.format.safe_pickle.plain_checks import RefusedValueError
+from ray_dcp.format.safe_pickle.plain_arrays import RefusedValueError
 from ray_dcp.torch_private import allowed_globals, blocklisted_modules, user_allowed_globals
 
 _CALL_THEIR_FIRST = ("torch._tensor._rebuild_from_type_v2",)

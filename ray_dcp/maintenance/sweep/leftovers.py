@@ -23,7 +23,7 @@ from ray_dcp.store.location.urls import join_url
 from ray_dcp.store.store import FolderStore, Store, StoredObject, get_or_none
 
 _NO_ATTEMPT = ""
-_ATTEMPT = re.compile(rb"[0-9a-f]{24}")
+_ATTEMPT_IN_METADATA = re.compile(rb"[0-9a-f]{24}")
 Reference = tuple[str, str]
 """A folder, and an attempt whose files in it are needed."""
 
@@ -126,7 +126,7 @@ def _require_whole_pickle(metadata: bytes, file: str) -> None:
 
 def _references(folder: str, metadata: bytes, named: AbstractSet[str]) -> frozenset[Reference]:
     """By attempt and not by file: a name that is damaged in one place is then still found in others."""
-    found = {(folder, attempt.decode()) for attempt in _ATTEMPT.findall(metadata)}
+    found = {(folder, attempt.decode()) for attempt in _ATTEMPT_IN_METADATA.findall(metadata)}
     for key in named:
         where, _, name = key.removeprefix("../").rpartition("/")
         shard = parse_shard_file(name)

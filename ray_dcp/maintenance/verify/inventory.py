@@ -37,13 +37,12 @@ from ray_dcp.format.names import (
 from ray_dcp.format.safe_pickle import metadata_rules
 from ray_dcp.format.zip_record import MAX_ROW_NBYTES
 from ray_dcp.maintenance.verify.findings import Fault, FilePlan, Item
-from ray_dcp.store.location.keys import require_key
-from ray_dcp.store.location.urls import split_url
+from ray_dcp.store.location.urls import require_key, split_url
 from ray_dcp.store.open import open_store
 from ray_dcp.store.store import Store
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(_[0-9a-f]+)?\.distcp")
-_MAX_RACES = 3
+_MAX_SWAPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,7 @@ _NO_CHECKSUMS = "it lies in a safetensors file, which has no checksums"
 
 
 def _read_small_files(store: Store) -> _Found:
-    for _ in range(_MAX_RACES):  # a save of the same id may swap .metadata between the two reads
+    for _ in range(_MAX_SWAPS):  # a save of the same id may swap .metadata between the two reads
         found = _Found(store.get(METADATA))
         try:
             content = store.get(MANIFEST)

@@ -22,7 +22,7 @@ from ray_dcp.maintenance.verify.record_check import InspectedRecord, Span, inspe
 from ray_dcp.store.reading import get_into
 from ray_dcp.store.store import Store
 
-PIECE_NBYTES = 16 << 20
+READ_NBYTES = 16 << 20
 NUM_READERS = 4
 """Threads: checksums are computed beside each other, and a bucket answers one while another one is checked."""
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ class PartOfSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A range of a file that is read at once, and what is to be checked in it."""
 
     file: str
@@ -65,7 +65,7 @@ class Piece:
 class CheckedPiece:
     """What a piece turned out to be."""
 
-    piece: Piece
+    piece: FilePiece
     faults: Sequence[Fault] = ()
     unchecked: Sequence[Unchecked] = ()
     inspected: Sequence[InspectedRecord] = ()
@@ -88,11 +88,11 @@ def inspect_large(store: Store, item: Item) -> InspectedRecord:
         return InspectedRecord(item, [_lost(item, error)])
 
 
-def small_pieces(file: FilePlan, small_nbytes: int) -> Iterator[Piece]:
+def small_pieces(file: FilePlan, small_nbytes: int) -> Iterator[FilePiece]:
     """The records that are small, as few pieces as they fit in. Neighbours are read together, others never are."""
     run: list[Item] = []
     for item in file.items:
-        apart = run and (item.begin != run[-1].end or item.end - run[0].begin > PIECE_NBYTES)
+        apart = run and (item.begin != run[-1].end or item.end - run[0].begin > READ_NBYTES)
         apart = apart and not item.shared_nbytes  # it is inspected together with what it shares
         if run and (apart or is_large(item, small_nbytes)):
             yield _run_piece(run)
@@ -103,14 +103,14 @@ def small_pieces(file: FilePlan, small_nbytes: int) -> Iterator[Piece]:
         yield _run_piece(run)
 
 
-def span_pieces(item: Item, spans: Iterable[Span]) -> Iterator[Piece]:
+def span_pieces(item: Item, spans: Iterable[Span]) -> Iterator[FilePiece]:
     """Pieces that hold these spans of one record, which are in the order of the file; nothing else is read."""
     parts: list[PartOfSpan] = []
-    room = PIECE_NBYTES
+    room = READ_NBYTES
     for span in spans:
         if parts and span.start != parts[-1].start + parts[-1].nbytes:
             yield _parts_piece(item, parts)
-            parts, room = [], PIECE_NBYTES
+            parts, room = [], READ_NBYTES
         at = span.start
         while at < span.end:
             nbytes = min(span.end - at, room)
@@ -119,12 +119,12 @@ def span_pieces(item: Item, spans: Iterable[Span]) -> Iterator[Piece]:
             room -= nbytes
             if not room:
                 yield _parts_piece(item, parts)
-                parts, room = [], PIECE_NBYTES
+                parts, room = [], READ_NBYTES
     if parts:
         yield _parts_piece(item, parts)
 
 
-def every_byte(file: FilePlan, inspected: Mapping[int, InspectedRecord], small_nbytes: int) -> Iterator[Piece]:
+def every_byte(file: FilePlan, inspected: Mapping[int, InspectedRecord], small_nbytes: int) -> Iterator[FilePiece]:
     """All of a file, in order. ``inspected`` has each large record by where its own bytes begin."""
     end = 0
     small = {piece.start: piece for piece in small_pieces(file, small_nbytes)}
@@ -142,17 +142,17 @@ def every_byte(file: FilePlan, inspected: Mapping[int, InspectedRecord], small_n
     yield from _unlisted(file.key, end, file.nbytes)
 
 
-def _unlisted(key: str, start: int, end: int) -> Iterator[Piece]:
+def _unlisted(key: str, start: int, end: int) -> Iterator[FilePiece]:
     """Bytes that belong to no record."""
-    for at in range(start, end, PIECE_NBYTES):
-        yield Piece(key, at, min(PIECE_NBYTES, end - at))
+    for at in range(start, end, READ_NBYTES):
+        yield FilePiece(key, at, min(READ_NBYTES, end - at))
 
 
-def _tiles(item: Item, inspected: InspectedRecord) -> Iterator[Piece]:
+def _tiles(item: Item, inspected: InspectedRecord) -> Iterator[FilePiece]:
     spans = inspected.spans()
     span = next(spans, None)
-    for at in range(item.begin, item.end, PIECE_NBYTES):
-        end = min(at + PIECE_NBYTES, item.end)
+    for at in range(item.begin, item.end, READ_NBYTES):
+        end = min(at + READ_NBYTES, item.end)
         parts = []
         while span is not None and span.start < end:
             start = max(span.start, at)
@@ -163,20 +163,20 @@ def _tiles(item: Item, inspected: InspectedRecord) -> Iterator[Piece]:
         seen = [
             (max(start, at), content[max(0, at - start) : max(0, end - start)]) for start, content in inspected.seen
         ]
-        yield Piece(item.file, at, end - at, (), parts, [(start, content) for start, content in seen if content])
+        yield FilePiece(item.file, at, end - at, (), parts, [(start, content) for start, content in seen if content])
 
 
-def _run_piece(run: Sequence[Item]) -> Piece:
+def _run_piece(run: Sequence[Item]) -> FilePiece:
     begin = run[0].begin
-    return Piece(run[0].file, begin, run[-1].end - begin, tuple(run))
+    return FilePiece(run[0].file, begin, run[-1].end - begin, tuple(run))
 
 
-def _parts_piece(item: Item, parts: Sequence[PartOfSpan]) -> Piece:
+def _parts_piece(item: Item, parts: Sequence[PartOfSpan]) -> FilePiece:
     begin = parts[0].start
-    return Piece(item.file, begin, parts[-1].start + parts[-1].nbytes - begin, (), tuple(parts))
+    return FilePiece(item.file, begin, parts[-1].start + parts[-1].nbytes - begin, (), tuple(parts))
 
 
-def check_piece(store: Store, piece: Piece, view: memoryview) -> CheckedPiece:
+def check_piece(store: Store, piece: FilePiece, view: memoryview) -> CheckedPiece:
     """Read a piece into ``view``, which is as long, and check it. What it lacks is a fault."""
     try:
         get_into(store, piece.file, piece.start, [view])
@@ -211,7 +211,7 @@ def _lost(item: Item, error: Exception) -> Fault:
     return item.fault("its file is missing" if missing else "its file ends too early")
 
 
-def _unlisted_lost(piece: Piece, error: Exception) -> Fault:
+def _unlisted_lost(piece: FilePiece, error: Exception) -> Fault:
     missing = isinstance(error, ObjectNotFoundError)
     return Fault(piece.file, piece.start, piece.end, "the file is missing" if missing else "the file ends too early")
 

@@ -14,7 +14,7 @@ from ray_dcp.maintenance.verify.zip_check import find_zip_problems
 from ray_dcp.maintenance.verify_row import inspect_following
 
 _END_NBYTES = 4096
-_MAX_SMALL_NBYTES = 64 << 20
+_MAX_ENTRY_NBYTES = 64 << 20
 """Far more than an entry has that is no payload: a damaged number must not lead to a read of all there is."""
 _OLD_FORMATS = b"\x80"
 """What a pickle begins with, which torch wrote before it wrote zip files."""
@@ -132,7 +132,7 @@ def _listed_faults(item: Item, entry: Entry, read: Read) -> list[Fault]:
     faults += _payload_faults(item, entry, entries.pop(PAYLOAD, None))
     for other in entries.values():
         start = item.start + other.offset
-        if other.nbytes > _MAX_SMALL_NBYTES or crc32(read(start, other.nbytes)) != other.crc:
+        if other.nbytes > _MAX_ENTRY_NBYTES or crc32(read(start, other.nbytes)) != other.crc:
             faults.append(
                 item.content_fault(f"the zip entry {other.name} fails its checksum", start, start + other.nbytes)
             )

@@ -14,10 +14,10 @@ from ray_dcp.format.checksums import combined_crc
 from ray_dcp.maintenance.verify.findings import Fault, FilePlan, Item, Unchecked, VerifyReport
 from ray_dcp.maintenance.verify.inventory import VerifyPlan, plan_verify
 from ray_dcp.maintenance.verify.pieces import (
-    PIECE_NBYTES,
+    READ_NBYTES,
     CheckedPiece,
+    FilePiece,
     PartOfSpan,
-    Piece,
     Readers,
     check_piece,
     inspect_large,
@@ -42,7 +42,7 @@ def verify_checkpoint(plan: VerifyPlan, *, on_bytes: Callable[[int], None] = lam
     """
     began = time.monotonic()
     tally = Tally()
-    small_nbytes = PIECE_NBYTES if plan.sample is None else SMALL_SAMPLED_NBYTES
+    small_nbytes = READ_NBYTES if plan.sample is None else SMALL_SAMPLED_NBYTES
     with readers() as pool:
         pieces = (piece for file in plan.files for piece in small_pieces(file, small_nbytes))
         for checked in pool.in_order(_check_with(plan, pool), pieces):
@@ -128,14 +128,14 @@ def inspect_all(
     return pool.in_order(inspect, large)
 
 
-def _check_with(plan: VerifyPlan, pool: Readers) -> Callable[[Piece], CheckedPiece]:
-    def check(piece: Piece) -> CheckedPiece:
+def _check_with(plan: VerifyPlan, pool: Readers) -> Callable[[FilePiece], CheckedPiece]:
+    def check(piece: FilePiece) -> CheckedPiece:
         return check_piece(plan.store, piece, pool.buffer(piece.nbytes))
 
     return check
 
 
-def _large_pieces(plan: VerifyPlan, large: Sequence[InspectedRecord]) -> Iterator[Piece]:
+def _large_pieces(plan: VerifyPlan, large: Sequence[InspectedRecord]) -> Iterator[FilePiece]:
     chosen = _sample(plan, large)
     for number, record in enumerate(large):
         spans = record.spans()

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ray_dcp.format.checksums import crc32
 from ray_dcp.format.manifest import DifferingReplicas, ranks_by_value
-from ray_dcp.format.scalar_record import SCALARS
+from ray_dcp.format.scalar_record import PYTHON_SCALARS
 from ray_dcp.planning.layouts import local_part
 from ray_dcp.planning.per_rank import is_per_rank_name
 from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
@@ -73,7 +73,7 @@ def replica_digests(plan: SavePlan, planner: SavePlanner, check: ReplicaCheck) -
         fqn = item.index.fqn
         value = state.get(fqn)
         if item.type is WriteItemType.BYTE_IO:
-            digest = scalar_digest(value) if type(value) in SCALARS else _object_digest(fqn, value)
+            digest = scalar_digest(value) if type(value) in PYTHON_SCALARS else _object_digest(fqn, value)
             digests[number] = digest or 1
             continue
         if type(value) is torch.Tensor and value.dtype in _COUNTER_DTYPES and value.is_cpu and not value.dim():

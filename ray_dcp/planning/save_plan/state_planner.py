@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.format.scalar_record import SCALARS
+from ray_dcp.format.scalar_record import PYTHON_SCALARS
 from ray_dcp.planning.layouts import WriteLayouts, is_freed, local_part
 from ray_dcp.planning.local_shards import LocalShards
 from ray_dcp.planning.per_rank import OneRanksValue, PerRank, is_per_rank_name, per_rank_fqn
@@ -90,7 +90,7 @@ class StatePlanner(DefaultSavePlanner):
         items: list[WriteItem] = []
         problems = unstorable_names(self.state_dict)
         for fqn, value in self.state_dict.items():
-            if type(value) in SCALARS:  # it can be pickled, and cannot change until then
+            if type(value) in PYTHON_SCALARS:  # it can be pickled, and cannot change until then
                 items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
                 continue
             local = local_part(value)
@@ -232,7 +232,7 @@ def require_storable(planner: SavePlanner, plan: SavePlan, state: Mapping[str, A
             if item.type is WriteItemType.BYTE_IO:
                 value = planner.lookup_object(item.index)
                 try:
-                    Survey(value) if type(value) not in SCALARS else None
+                    Survey(value) if type(value) not in PYTHON_SCALARS else None
                 except Exception as error:  # noqa: BLE001  # pickling runs the code of the value's own classes
                     problems.append(_python_problem(item.index.fqn, value, error))
     if problems:

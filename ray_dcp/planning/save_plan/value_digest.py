@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ray_dcp.format.checksums import crc32
-from ray_dcp.format.scalar_record import SCALARS
+from ray_dcp.format.scalar_record import PYTHON_SCALARS
 from ray_dcp.staging.host_pieces import host_pieces
 
 _MARSHAL_VERSION = 2
@@ -56,7 +56,7 @@ class _Walk:
 
     def feed(self, value: Any) -> None:
         kind = type(value)
-        if kind in SCALARS or (kind in (list, tuple) and SCALARS.issuperset(map(type, value))):
+        if kind in PYTHON_SCALARS or (kind in (list, tuple) and PYTHON_SCALARS.issuperset(map(type, value))):
             self._add(marshal.dumps(value, _MARSHAL_VERSION))
         elif any(value is outer for outer in self._inside):
             self._name("cycle", next(n for n, outer in enumerate(self._inside) if outer is value))
@@ -106,7 +106,7 @@ class _Walk:
     def _feed_unordered(self, kind: str, parts: Iterable[Any]) -> None:
         digests: list[int] = []
         for part in parts:
-            if type(part) in SCALARS or (type(part) is tuple and SCALARS.issuperset(map(type, part))):
+            if type(part) in PYTHON_SCALARS or (type(part) is tuple and PYTHON_SCALARS.issuperset(map(type, part))):
                 digests.append(crc32(marshal.dumps(part, _MARSHAL_VERSION)))  # most are
                 continue
             walk = _Walk(tuple(self._inside))

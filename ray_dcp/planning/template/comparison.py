@@ -14,7 +14,7 @@ from ray_dcp.planning.template.near_names import nearest, other_prefix
 from ray_dcp.planning.template.template_memory import is_meta
 from ray_dcp.wording import joined
 
-_MAX_NAMED = 5
+_MAX_NAMED_PARTS = 5
 """Of each side, where a message shows what both have."""
 
 
@@ -139,7 +139,7 @@ def _advice(missing: Collection[str], others: Collection[str], *, nothing_found:
 
 
 def _both(missing: Collection[str], others: Collection[str]) -> str:
-    here, there = (joined(map(repr, sorted(names)), most=_MAX_NAMED) for names in (missing, others))
+    here, there = (joined(map(repr, sorted(names)), most=_MAX_NAMED_PARTS) for names in (missing, others))
     return f"The template has {here}; the checkpoint {there or 'nothing else'}"
 
 

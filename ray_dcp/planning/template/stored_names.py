@@ -170,6 +170,20 @@ def _renaming(rename: Rename | None) -> Callable[[str], str] | None:
     return by_rules
 
 
+def matched_names(seen: SeenNames, metadata: Metadata, choice: NameChoice, flat: Mapping[str, Any]) -> SeenNames:
+    """Return ``seen`` as the template ``flat`` names it, whose values lie below one key: ``{"model": model}``.
+
+    Where more names are found without that key, stored names get it: files of Hugging Face have no name for the model.
+    """
+    tops = {fqn.partition(".")[0] for fqn in flat}
+    prefix = f"{next(iter(tops))}." if len(tops) == 1 else ""
+    saved = metadata.state_dict_metadata
+    without = sum(fqn.removeprefix(prefix) in saved for fqn in flat if fqn.startswith(prefix))
+    if prefix and not choice.renames and without > sum(fqn in seen.metadata.state_dict_metadata for fqn in flat):
+        seen = seen_names(metadata, NameChoice(list(choice.only) or None, list(choice.skip), lambda fqn: prefix + fqn))
+    return seen
+
+
 def _as_name(rename: Callable[[str], str], fqn: str) -> str:
     name = rename(fqn)
     if not isinstance(name, str):
@@ -179,4 +193,4 @@ def _as_name(rename: Callable[[str], str], fqn: str) -> str:
 
 EVERYTHING = NameChoice()
 
-__all__ = ["EVERYTHING", "NameChoice", "Rename", "SeenNames", "seen_names"]
+__all__ = ["EVERYTHING", "NameChoice", "Rename", "SeenNames", "matched_names", "seen_names"]

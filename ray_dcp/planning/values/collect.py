@@ -22,7 +22,7 @@ from ray_dcp.planning.values.meta_modules import give_state
 from ray_dcp.wording import joined
 
 _NEVER_STATEFUL = frozenset((int, float, str, bytes, bool, type(None), dict, list, tuple, OrderedDict))
-_MAX_DEPTH = 200
+_MAX_NESTING = 200
 
 
 def is_stateful(value: Any) -> bool:
@@ -98,7 +98,7 @@ def _path_that_repeats(state_dict: Mapping[Any, Any]) -> list[str]:
         for key, entry in stack[-1][1]:
             if isinstance(entry, Mapping | list):
                 path.append(str(key))
-                if len(stack) > _MAX_DEPTH or any(entry is above for above, _ in stack):
+                if len(stack) > _MAX_NESTING or any(entry is above for above, _ in stack):
                     return path
                 stack.append((entry, _entries(entry)))
                 break
@@ -113,7 +113,7 @@ Ask = Callable[[Any, str], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class _StatefulPlace:
     """Where the state of a ``Stateful`` of the template is filled."""
 
     container: MutableMapping[Any, Any] | MutableSequence[Any]
@@ -136,7 +136,7 @@ class CollectedTemplate:
         self._ask = ask
         self._copies: list[tuple[Any, Any]] = []
         """(the caller's container, its copy in ``values``), outer ones first."""
-        self._slots: list[_Slot] = []
+        self._slots: list[_StatefulPlace] = []
         """Inner ones first."""
         problems: list[str] = []
         self.values: dict[str, Any] = {key: state_dict[key] for key in in_key_order(state_dict)}
@@ -198,7 +198,7 @@ class CollectedTemplate:
             return value
         if is_stateful(value):
             state = self._walked(self._ask(value, name), f"{name}.", problems, is_own=False)
-            self._slots.append(_Slot(container, key, name, value))
+            self._slots.append(_StatefulPlace(container, key, name, value))
             return state
         if _is_class_with_state(value):
             problems.append(f"{name}: {_pass_one_made(value)}")

@@ -11,7 +11,7 @@ import torch
 
 from ray_dcp.torch_private import AsyncCollectiveTensor
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def compacted(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -22,7 +22,11 @@ def compacted(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     replaced = {id(one): one.wait() for one in tensors if isinstance(one, AsyncCollectiveTensor)}
     views: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
+        if (
+            type(tensor) in _PLAIN_TENSORS
+            and tensor.layout is torch.strided
+            and not (tensor.is_nested or tensor.is_quantized)
+        ):
             views.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     for sharing in views.values():
         replaced |= _compact(sharing)

@@ -15,7 +15,7 @@ from torch.serialization import DEFAULT_PROTOCOL
 from ray_dcp.format.names import PAYLOAD_ALIGNMENT
 from ray_dcp.format.safe_pickle import plain_values
 from ray_dcp.format.safe_pickle.portable_pickle import RenamingPickler, portable_reduce, renaming_dumps
-from ray_dcp.format.scalar_record import SCALARS, scalar_record
+from ray_dcp.format.scalar_record import PYTHON_SCALARS, scalar_record
 from ray_dcp.format.zip_record import frame_pickle
 from ray_dcp.planning.values.compact import compacted
 from ray_dcp.planning.values.survey import Survey
@@ -28,11 +28,11 @@ def python_record(value: Any, foreign: set[str] | None = None) -> bytes:
     ``foreign`` gets the names of the classes and functions in it that a load will not make unless the user allows them.
     Raises ``HiddenPartError`` for what would be lost in it, and whatever pickling it raises.
     """
-    if type(value) in SCALARS:
+    if type(value) in PYTHON_SCALARS:
         return scalar_record(value)
     survey = Survey(value)
-    if foreign is not None and not survey.named <= plain_values.NAMES:
-        foreign |= {name for name in survey.named - plain_values.NAMES if not _is_allowed(name)}
+    if foreign is not None and not survey.named <= plain_values.PLAIN_NAMES:
+        foreign |= {name for name in survey.named - plain_values.PLAIN_NAMES if not _is_allowed(name)}
     if survey.pickled is None:
         return _with_tensors(
             value, compacted(survey.tensors), pickle.Pickler if survey.is_portable else RenamingPickler

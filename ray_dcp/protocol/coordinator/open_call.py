@@ -31,7 +31,7 @@ def coordinator_phase(kind: str, phase: str) -> str:
 
 
 @dataclass(slots=True)
-class _Part:
+class _SentPart:
     """What a rank sent for a phase, and who waits for the answer: several where it was sent again."""
 
     message: bytes
@@ -70,7 +70,7 @@ class OpenCall:
         self._opened_s = self._said_s = clock()
         self._session = SESSIONS[call_id.kind]()
         self._phase_now = self._session.first_phase
-        self._parts: dict[str, dict[int, _Part]] = {}
+        self._parts: dict[str, dict[int, _SentPart]] = {}
         self._answers: dict[str, Sequence[bytes]] = {}
         self._seen: dict[int, _Seen] = {}
         self._step: _Seen | None = None
@@ -119,7 +119,7 @@ class OpenCall:
         return future
 
     def _take(self, rank: int, phase: str, message: bytes, future: Future[bytes]) -> None:
-        part = self._parts.setdefault(phase, {}).setdefault(rank, _Part(message, []))
+        part = self._parts.setdefault(phase, {}).setdefault(rank, _SentPart(message, []))
         if part.message != message:
             raise GroupError(f"rank {rank} sent two different parts of {phase!r}", group=self._group)
         part.waiting.append(future)
@@ -178,7 +178,7 @@ class OpenCall:
                 self._answer(phase, parts, encoded)
             self._end_step([])
 
-    def _answer(self, phase: str, parts: Sequence[_Part], encoded: Sequence[bytes]) -> None:
+    def _answer(self, phase: str, parts: Sequence[_SentPart], encoded: Sequence[bytes]) -> None:
         following = self._session.next_phase(phase)
         self._phase_now = following or phase
         self._answers[phase] = encoded

@@ -34,9 +34,8 @@ from ray_dcp.gc_pause import collector_paused, collector_resumed
 from ray_dcp.planning.node_sharing import ShareOffer
 from ray_dcp.planning.per_rank import PerRankTemplate, per_rank_fqn
 from ray_dcp.planning.template.comparison import TemplateCheck, without_names
-from ray_dcp.planning.template.foreign_names import matched_names
 from ray_dcp.planning.template.optimizer_check import optimizer_problems
-from ray_dcp.planning.template.stored_names import EVERYTHING, NameChoice, SeenNames, seen_names
+from ray_dcp.planning.template.stored_names import EVERYTHING, NameChoice, SeenNames, matched_names, seen_names
 from ray_dcp.planning.template.template_hook import template_of
 from ray_dcp.planning.template.template_planner import TemplatePlanner
 from ray_dcp.planning.values.collect import CollectedTemplate

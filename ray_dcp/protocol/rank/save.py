@@ -55,7 +55,7 @@ from ray_dcp.protocol.rank.plugin_progress import CountingPlanner
 from ray_dcp.protocol.rank.plugin_set_up import accepted
 from ray_dcp.protocol.replica_warnings import warn_of_differing
 from ray_dcp.settings import DEFAULT_REPLICA_CHECK, ReplicaCheck
-from ray_dcp.staging.copies import copy_to_host
+from ray_dcp.staging.host_pieces import copy_to_host
 from ray_dcp.torch_private import TorchsFileWriter
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.write.results import WrittenColumns, WrittenItems

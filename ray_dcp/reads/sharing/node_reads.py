@@ -21,7 +21,7 @@ from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.planning.node_sharing import (
     NUM_HALVES,
     NodeShare,
-    Piece,
+    ReadShare,
     ShareOffer,
     ShareRules,
     Want,
@@ -34,7 +34,7 @@ from ray_dcp.reads.checkpoint import OpenedCheckpoint
 from ray_dcp.reads.chunk import Box, StoredChunk, plain_rows
 from ray_dcp.reads.engine import Lane, ReadShape, Task, finished
 from ray_dcp.reads.rows import Rows, put_elements
-from ray_dcp.reads.sharing.segment import Counter, SharedSegment, Sharing, remove_stale
+from ray_dcp.reads.sharing.segment import Counter, NodeMemory, SharedSegment, remove_stale
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.memory import MemoryStore
 from ray_dcp.store.store import Store
@@ -52,7 +52,7 @@ def share_rules(store: Store) -> ShareRules:
     return ShareRules(min_repeats=1.5, rank_nbytes=16 * BLOCK_NBYTES)
 
 
-def offer_of(wants: Sequence[Want], sharing: Sharing, store: Store, opened: OpenedCheckpoint) -> ShareOffer | None:
+def offer_of(wants: Sequence[Want], sharing: NodeMemory, store: Store, opened: OpenedCheckpoint) -> ShareOffer | None:
     """What a rank offers that has ``opened`` a checkpoint; None where it can share memory with nobody."""
     memory = sharing.memory()
     if memory is None:
@@ -97,12 +97,12 @@ class Passing:
         rows = [(rows, box.target.view(rows.num, rows.width)) for box in boxes if (rows := plain_rows(chunk, box))]
         return cls(chunk.dtype, rows)
 
-    def touches(self, piece: Piece) -> bool:
+    def touches(self, piece: ReadShare) -> bool:
         """Whether something of ``piece`` may be wanted."""
         size = self.dtype.itemsize
         return any(rows.first * size < piece.end and piece.start < rows.end * size for rows, _ in self.rows)
 
-    def take(self, piece: Piece, content: torch.Tensor) -> None:
+    def take(self, piece: ReadShare, content: torch.Tensor) -> None:
         """``content``: the piece's bytes, flat uint8."""
         for rows, target in self.rows:
             put_elements(rows, target, content.view(self.dtype), piece.start // self.dtype.itemsize)
@@ -111,7 +111,7 @@ class Passing:
 class SharedReads:
     """One rank's part. ``nbytes_read`` counts what it has read from the store, also where it fails."""
 
-    def __init__(self, share: NodeShare, rank: int, sharing: Sharing, read: ReadBlocks, shape: ReadShape) -> None:
+    def __init__(self, share: NodeShare, rank: int, sharing: NodeMemory, read: ReadBlocks, shape: ReadShape) -> None:
         self._share = share
         self._slot = share.members.index(rank)
         self._sharing = sharing
@@ -149,7 +149,7 @@ class SharedReads:
 
     def _pass_all(self, segment: SharedSegment, targets: Mapping[int, Passing]) -> bool:
         """Whether it went on to the end."""
-        before: tuple[Piece, ...] | None = None
+        before: tuple[ReadShare, ...] | None = None
         number = 0
         for number, window in enumerate(windows_of(self._share)):
             goes_on = segment.everyone_reaches(Counter.TAKEN, number + 1 - NUM_HALVES)
@@ -166,7 +166,7 @@ class SharedReads:
             before = window
         return before is None or self._take(segment, number, before, targets)
 
-    def _read(self, segment: SharedSegment, number: int, window: Sequence[Piece]) -> None:
+    def _read(self, segment: SharedSegment, number: int, window: Sequence[ReadShare]) -> None:
         """Read and check this member's pieces, and say so."""
         start = number % NUM_HALVES * self._share.window_nbytes
         tasks = []
@@ -181,12 +181,12 @@ class SharedReads:
                 segment.sign()
         segment.tell(Counter.READ, number + 1)
 
-    def _read_part(self, piece: Piece, at: int, into: memoryview, lane: Lane) -> int:
+    def _read_part(self, piece: ReadShare, at: int, into: memoryview, lane: Lane) -> int:
         self._read_blocks(piece.number, piece.start + at, into)
         return len(into)
 
     def _take(
-        self, segment: SharedSegment, number: int, window: Sequence[Piece], targets: Mapping[int, Passing]
+        self, segment: SharedSegment, number: int, window: Sequence[ReadShare], targets: Mapping[int, Passing]
     ) -> bool:
         """Fill targets from a window once it is there, and say so; False where it does not come."""
         wanted = [piece for piece in window if piece.number in targets and targets[piece.number].touches(piece)]

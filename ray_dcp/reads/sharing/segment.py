@@ -27,7 +27,7 @@ from ray_dcp.staging.host_pieces import tensor_memory
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "ray_dcp_share_"
+SEGMENT_PREFIX = "ray_dcp_share_"
 STALE_S = 60.0
 """A file that nobody has locked is left behind if it is older; a younger one may be about to be locked."""
 _SLOT_NBYTES = 128
@@ -50,7 +50,7 @@ class Counter(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class NodeMemory:
     """Where and how the ranks of a node share what they read."""
 
     folder: str = "/dev/shm"
@@ -88,12 +88,12 @@ class SharedSegment:
     may have left: those who come later must find that out instead of making a file of their own.
     """
 
-    def __init__(self, sharing: Sharing, token: str, *, num_members: int, slot: int, nbytes: int) -> None:
+    def __init__(self, sharing: NodeMemory, token: str, *, num_members: int, slot: int, nbytes: int) -> None:
         self._sharing = sharing
         self._slot = slot
         self._members = range(num_members)
         self._fence = threading.Lock()
-        self._path = os.path.join(sharing.folder, f"{PREFIX}{token}")
+        self._path = os.path.join(sharing.folder, f"{SEGMENT_PREFIX}{token}")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(self._path, flags, 0o600)
         try:
@@ -217,7 +217,7 @@ class SharedSegment:
 def remove_stale(folder: str) -> None:
     """Remove the files of processes that were all killed before one of them could do it."""
     with suppress(OSError):
-        names = [name for name in os.listdir(folder) if name.startswith(PREFIX)]
+        names = [name for name in os.listdir(folder) if name.startswith(SEGMENT_PREFIX)]
         for path in (os.path.join(folder, name) for name in names):
             with suppress(OSError):
                 _remove_if_stale(path)

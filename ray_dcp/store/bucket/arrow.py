@@ -13,10 +13,9 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from ray_dcp.errors import BucketNotFoundError, NotAFolderError, ObjectNotFoundError, StoreError
 from ray_dcp.format.names import parse_shard_file
-from ray_dcp.progress import PIECE_NBYTES, advance
+from ray_dcp.progress import PROGRESS_NBYTES, advance
 from ray_dcp.store.bucket.upload_stream import StreamWriter
-from ray_dcp.store.location.keys import require_key, require_prefix
-from ray_dcp.store.location.urls import shown_url
+from ray_dcp.store.location.urls import require_key, require_prefix, shown_url
 from ray_dcp.store.ranges import Piece, split_range
 from ray_dcp.store.store import ObjectWriter, StoredObject
 from ray_dcp.store.translate import is_transient, require_range, store_errors
@@ -25,7 +24,7 @@ _OBJECT_STORES = ("s3", "gcs")
 _ONE_REQUEST_NBYTES = 5 << 20
 """Below this an upload in parts is never begun: no object store takes smaller parts."""
 _MAX_OPENED = 256
-_MAX_LOOKS = 8
+_MAX_REPLACED = 8
 _Read = TypeVar("_Read")
 
 
@@ -123,7 +122,7 @@ class ArrowStore:
         def read(opened: Any) -> None:
             nbytes = sum(map(len, buffers))
             require_range(url=self._shown, key=key, held=opened.size(), offset=offset, nbytes=nbytes)
-            for piece in split_range(offset, buffers, PIECE_NBYTES):
+            for piece in split_range(offset, buffers, PROGRESS_NBYTES):
                 self._fill(opened, key, piece)
                 advance(piece.nbytes)
 
@@ -168,7 +167,7 @@ class ArrowStore:
     def _get_whole(self, key: str) -> bytes:
         # Arrow asks for the size first and then reads so much, garbage included where a put has made the object shorter
         # in between. So the size must be the same afterwards.
-        for _ in range(_MAX_LOOKS):
+        for _ in range(_MAX_REPLACED):
             content = self._read(key, lambda opened: bytes(opened.read_at(opened.size(), 0)) if opened.size() else b"")
             if parse_shard_file(key.rpartition("/")[2]) or not self._is_bucket:
                 break

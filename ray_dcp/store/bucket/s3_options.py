@@ -9,12 +9,10 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from ray_dcp.errors import ConfigError
-from ray_dcp.settings import flag_from, require_seconds, seconds_from
+from ray_dcp.settings import VARIABLE_PREFIX, count_from, flag_from, require_count, require_seconds, seconds_from
 from ray_dcp.store.location.urls import BucketUrl, shown_url
 from ray_dcp.store.retry import RetryPolicy
-from ray_dcp.store.store_settings import count_from, require_count
 
-_VARIABLE_PREFIX = "RAY_DCP_S3_"
 _RETRY_PREFIX = "retry_"
 _OTHER_NAMES = {"endpoint_override": "endpoint"}
 _IGNORED = (
@@ -130,7 +128,7 @@ class S3Options:
         }
         asks_for_keys = not {"access_key", "anonymous"} & set(texts)
         for setting in dataclasses.fields(cls):
-            variable = _VARIABLE_PREFIX + setting.name.upper()
+            variable = f"{VARIABLE_PREFIX}S3_" + setting.name.upper()
             is_key = setting.name in ("access_key", "secret_key", "session_token", "anonymous")
             if variables.get(variable) and setting.name not in texts and (asks_for_keys or not is_key):
                 texts[setting.name] = variables[variable]
@@ -166,10 +164,10 @@ def _require_both_keys(texts: Mapping[str, str]) -> None:
     """Raise ``ConfigError`` naming the variables where there is one key only; AWS's own may have the other."""
     given, lacking = (name for name in sorted(("access_key", "secret_key"), key=lambda name: name not in texts))
     if given in texts and lacking not in texts:
-        lacks = _VARIABLE_PREFIX + lacking.upper()
+        lacks = f"{VARIABLE_PREFIX}S3_{lacking.upper()}"
         raise ConfigError(
             lacking,
-            f"there is a {given} and no {lacking}: set {_VARIABLE_PREFIX}{given.upper()} and {lacks} (or both in "
+            f"there is a {given} and no {lacking}: set {VARIABLE_PREFIX}S3_{given.upper()} and {lacks} (or both in "
             "the URL), or neither, and AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY count; the two pairs do not mix",
         )
 

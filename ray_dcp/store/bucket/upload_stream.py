@@ -6,8 +6,8 @@ from typing import Any
 
 from pyarrow import ArrowException
 
-from ray_dcp.progress import PIECE_NBYTES, advance
-from ray_dcp.store.chunks import chunk_bytes
+from ray_dcp.progress import PROGRESS_NBYTES, advance
+from ray_dcp.store.store import chunk_bytes
 from ray_dcp.store.translate import store_errors
 
 _PART_NBYTES = 10 << 20
@@ -33,8 +33,8 @@ class StreamWriter:
         view = chunk_bytes(chunk)
         with store_errors("write", url=self._url, key=self._key, also=(ArrowException, ValueError)):
             # Arrow's write is whole or raises.
-            for start in range(0, len(view), PIECE_NBYTES):
-                piece = view[start : start + PIECE_NBYTES]
+            for start in range(0, len(view), PROGRESS_NBYTES):
+                piece = view[start : start + PROGRESS_NBYTES]
                 self._stream.write(piece)
                 self._unseen += len(piece)
                 if self._unseen >= self._max_unseen:

@@ -1,4 +1,4 @@
-"""Paths and URLs as text: which scheme, what lies below, what may be shown."""
+"""Paths, URLs and keys as text: which scheme, what lies below, what may be shown, what a key may look like."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from ray_dcp.errors import ConfigError, UnknownSchemeError, without_keys
+from ray_dcp.errors import ConfigError, StoreError, UnknownSchemeError, without_keys
 
 SCHEMES = ("file", "gs", "memory", "s3")
 """Those that are built in."""
@@ -133,3 +133,23 @@ def shown_url(url: str) -> str:
 def _before_query(text: str) -> tuple[str, str, str]:
     """A path has no query: a question mark in it is part of a name."""
     return text.partition("?") if url_scheme(text) in BUCKETS else (text, "", "")
+
+
+def require_key(key: str, *, url: str, sibling: bool = False) -> str:
+    """Return ``key`` when it names an object inside the root.
+
+    With ``sibling`` it may also start with one ``../`` and the name of a sibling folder.
+    Raises ``StoreError`` for every other key: the root itself, absolute keys, keys that climb out.
+    """
+    names = key.split("/")
+    if sibling and len(names) > 2 and names[0] == "..":
+        names = names[1:]
+    if any(name in ("", ".", "..") for name in names) or "\0" in key:
+        raise StoreError(f"not a key: {key!r}; keys are relative, use single slashes and stay inside the root", url=url)
+    return key
+
+
+def require_prefix(prefix: str, *, url: str) -> str:
+    """Return ``prefix`` without a trailing slash when it names a folder inside the root; "" is the root."""
+    stripped = prefix.removesuffix("/")
+    return require_key(stripped, url=url) if prefix else ""
