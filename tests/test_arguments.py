@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.utils.data import DataLoader
 
 import ray_dcp as dcp
-from ray_dcp.errors import ConfigError, StateDictError
+from ray_dcp.errors import ConfigError
 from ray_dcp.protocol.exception import CheckpointException
 
 STATE = {"w": torch.ones(2)}
@@ -98,16 +98,6 @@ def test_train_state_refuses_what_was_meant_otherwise(more, message):
     with pytest.raises(ConfigError) as caught:
         dcp.TrainState(torch.nn.Linear(2, 2), **more)
     assert message in str(caught.value)
-
-
-def test_a_class_in_place_of_an_object_with_state_is_refused_by_save_and_load(tmp_path):
-    with pytest.raises(CheckpointException, match=r"rng: RNGState is a class; pass one that is made") as caught:
-        dcp.save({"rng": dcp.RNGState}, checkpoint_id=tmp_path / "c")
-    assert isinstance(caught.value.__cause__, StateDictError)
-    assert not (tmp_path / "c").exists()
-    dcp.save({"rng": dcp.RNGState()}, checkpoint_id=tmp_path / "c")
-    with pytest.raises(CheckpointException, match=r"rng: RNGState is a class"):
-        dcp.load({"rng": dcp.RNGState}, checkpoint_id=tmp_path / "c")
 
 
 def test_a_failed_save_with_a_writer_of_torchs_names_its_place(tmp_path):

@@ -66,23 +66,12 @@ def _plain_mapping(value: Mapping[Any, Any], rank: int) -> Mapping[Any, Any]:
     changed = {}
     # In one order on all ranks: what is asked may wait for the others.
     for key in in_key_order([key for key, entry in value.items() if type(entry) not in LEAVES]):
-        if _is_class_with_state(value[key]):
-            raise StateDictError(f"{key}: {_pass_one_made(value[key])}")
         plain = _plain(value[key], rank)
         if plain is not value[key]:
             changed[key] = plain
     if not changed:
         return value
     return OrderedDict(value) | changed if type(value) is OrderedDict else {**value, **changed}
-
-
-def _is_class_with_state(value: Any) -> bool:
-    """Whether somebody has forgotten to make one: a class is pickled by its name, and has no state."""
-    return isinstance(value, type) and isinstance(value, Stateful)
-
-
-def _pass_one_made(kind: type) -> str:
-    return f"{kind.__name__} is a class; pass one that is made: {kind.__name__}(...)"
 
 
 def _too_deep(state_dict: Mapping[Any, Any]) -> StateDictError:
@@ -200,8 +189,6 @@ class CollectedTemplate:
             state = self._walked(self._ask(value, name), f"{name}.", problems, is_own=False)
             self._slots.append(_StatefulPlace(container, key, name, value))
             return state
-        if _is_class_with_state(value):
-            problems.append(f"{name}: {_pass_one_made(value)}")
         if isinstance(value, tuple) and any(map(is_stateful, value)):
             problems.append(f"{name}: a {type(value).__name__} holds an object with load_state_dict; use a list")
         return self._walked(value, f"{name}.", problems, is_own=True)
