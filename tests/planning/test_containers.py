@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
 import json
+import os
+import subprocess
+import sys
 from collections import OrderedDict, defaultdict
+from decimal import Decimal
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._traverse import set_element
 
+import ray_dcp as dcp
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.values.containers import containers_of, merged_containers, optimizer_containers, with_containers
 from ray_dcp.planning.values.flat import flat_state
@@ -65,13 +73,97 @@ class Colour(enum.Enum):
     RED = 1
 
 
+class Word(str, enum.Enum):
+    RED = "red"
+
+
+class Number(enum.IntEnum):
+    LOW = 3
+
+    def __str__(self):
+        return "3"
+
+
 class Level(enum.IntEnum):
     LOW = 3
 
+    def __str__(self):
+        return "Level.LOW"
 
-def test_keys_of_numpy_and_of_enums_of_numbers_become_numbers_and_others_text():
-    state = {"x": {np.int64(5): 1, Level.LOW: 2, Colour.RED: 3, torch.float32: 4}}
-    assert rebuilt(state, containers_of(state)) == {"x": {5: 1, 3: 2, "Colour.RED": 3, "torch.float32": 4}}
+
+class Place(NamedTuple):
+    x: int
+    y: int
+
+
+class Text(str):
+    __slots__ = ()
+
+
+KEPT = [3, -1, 10**400, True, None, 1.5, -0.0, 1j, b"k", (), (1, ("x", None)), np.int64(5), np.str_("u"), Text("t")]
+NOT_KEPT = {
+    "a member of an enum": Colour.RED,
+    "a member of an enum of text": Word.RED,
+    "a dtype": torch.float32,
+    "a device": torch.device("cpu"),
+    "a size": torch.Size([1]),
+    "a date": datetime.date(2020, 1, 1),
+    "a path": Path("x"),
+    "a set": frozenset({1, 2}),
+    "a tuple with a set": (frozenset({1}),),
+    "a namedtuple": Place(1, 2),
+    "a decimal": Decimal("1.5"),
+    "a float of numpy": np.float64(1.5),
+    "no number": float("nan"),
+    "infinity": float("inf"),
+    "a class": int,
+}
+
+
+def test_every_key_that_a_save_takes_comes_back_into_an_empty_dict_of_any_process(tmp_path):
+    state = {"d": {key: torch.ones(1) for key in KEPT}, "deep": [{"e": {None: {(1, 2): "v"}}}]}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    template = {"d": {}, "deep": [{"e": {}}]}
+    dcp.load(template, checkpoint_id=tmp_path, no_dist=True)
+    assert list(template["d"]) == KEPT
+    assert {type(key) for key in template["d"]} == {int, bool, type(None), float, complex, bytes, tuple, str}
+    assert template["deep"] == state["deep"]
+    program = (
+        "import sys, ray_dcp as dcp; t = {'d': {}}; "
+        "dcp.load(t, checkpoint_id=sys.argv[1], no_dist=True); print(list(t['d']))"
+    )
+    variables = {**os.environ, "PYTHONHASHSEED": "7"}
+    run = [sys.executable, "-c", program, str(tmp_path)]
+    there = subprocess.run(run, env=variables, check=True, capture_output=True, text=True).stdout.strip()
+    assert there == repr(list(template["d"]))
+
+
+@pytest.mark.parametrize("kind", NOT_KEPT)
+def test_a_key_that_would_come_back_as_text_is_refused_at_save_by_name(tmp_path, kind):
+    key = NOT_KEPT[kind]
+    with pytest.raises(dcp.CheckpointException, match="would come back as text") as caught:
+        dcp.save({"a": [{"b": {key: torch.ones(1), "c": 1}}], "w": torch.ones(1)}, checkpoint_id=tmp_path / "c")
+    (problem,) = caught.value.__cause__.problems
+    assert problem == f"a.0.b: {key!r}, a {type(key).__name__}, as key"
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_dict_that_is_one_value_may_have_any_key(tmp_path):
+    inner = {datetime.date(2020, 1, 1): 1, torch.float32: 2}
+    dcp.save({"a": (inner,)}, checkpoint_id=tmp_path, no_dist=True)
+    template = {"a": None}
+    dcp.load(template, checkpoint_id=tmp_path, no_dist=True)
+    assert template["a"] == (inner,)
+
+
+def test_keys_of_numpy_and_of_enums_of_numbers_become_numbers():
+    state = {"x": {np.int64(5): 1, Number.LOW: 2, "k": 3}}
+    assert rebuilt(state, containers_of(state)) == {"x": {5: 1, 3: 2, "k": 3}}
+
+
+def test_a_number_that_prints_as_something_else_is_no_number():
+    with pytest.raises(StateDictError, match="as key"):
+        containers_of({Level.LOW: 2})  # as every IntEnum before Python 3.11
 
 
 def test_dicts_of_a_class_of_their_own_become_plain():

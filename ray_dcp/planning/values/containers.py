@@ -15,8 +15,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ray_dcp.errors import StateDictError
 from ray_dcp.planning.values.flat import LEAVES, Path, is_walked
 from ray_dcp.torch_private import set_element
+from ray_dcp.wording import cut
 
 Containers = Sequence[Any]
 """One row ``[path, kind, keys]`` for each dict that is not a plain one with text for keys, of JSON values.
@@ -29,12 +31,23 @@ key to its Python literal.
 MAX_INDEX = 1 << 20
 """Of a list, as a file may have it."""
 _INTEGERS, NO_KEYS = "int", "none"
+_MAX_REPR = 80
 
 
 def containers_of(state: Mapping[Any, Any]) -> list[Any]:
-    """The rows of a plain state, as ``collect_state`` gives it."""
+    """The rows of a plain state, as ``collect_state`` gives it.
+
+    Raises ``StateDictError`` naming all keys that would come back as text: a date, a path, a member of an enum.
+    """
     rows: list[Any] = []
-    _add_rows(state, (), rows)
+    problems: list[str] = []
+    _add_rows(state, (), rows, problems)
+    if problems:
+        raise StateDictError(
+            "keys that would come back as text; use text, numbers, or tuples of them (in a tuple a dict is one value, "
+            "and may have any key)",
+            problems,
+        )
     return rows
 
 
@@ -76,22 +89,22 @@ def optimizer_containers(paths: Iterable[Path]) -> list[Any]:
     ]
 
 
-def _add_rows(value: Any, path: Path, rows: list[Any]) -> None:
+def _add_rows(value: Any, path: Path, rows: list[Any], problems: list[str]) -> None:
     if isinstance(value, Mapping):
-        keys = _described_keys(value)
+        keys = _described_keys(value, path, problems)
         kind = "OrderedDict" if type(value) is OrderedDict else "dict"
         if keys is not None or kind != "dict":
             rows.append([list(path), kind, keys])
         for key, entry in value.items():
             if type(entry) not in LEAVES and isinstance(entry, Mapping | list):
-                _add_rows(entry, (*path, str(key)), rows)
+                _add_rows(entry, (*path, str(key)), rows, problems)
     elif is_walked(value):
         for number, entry in enumerate(value):
             if type(entry) not in LEAVES and isinstance(entry, Mapping | list):
-                _add_rows(entry, (*path, number), rows)
+                _add_rows(entry, (*path, number), rows, problems)
 
 
-def _described_keys(value: Mapping[Any, Any]) -> Any:
+def _described_keys(value: Mapping[Any, Any], path: Path, problems: list[str]) -> Any:
     kinds = set(map(type, value))
     if kinds == {str}:
         return None
@@ -99,20 +112,30 @@ def _described_keys(value: Mapping[Any, Any]) -> Any:
         return NO_KEYS
     if kinds == {int}:
         return _INTEGERS
-    literals = {str(key): _literal(key) for key in value if type(key) is not str}
-    return {name: literal for name, literal in literals.items() if literal is not None} or None
+    literals: dict[str, str] = {}
+    for key in value:
+        if type(key) is str or (isinstance(key, str) and str(key) == key):
+            continue
+        literal = _literal(key)
+        if literal is None:
+            where = ".".join(map(str, path)) or "state_dict"
+            problems.append(f"{where}: {cut(repr(key), _MAX_REPR)}, a {type(key).__name__}, as key")
+        else:
+            literals[str(key)] = literal
+    return literals or None
 
 
 def _literal(key: Any) -> str | None:
-    """How Python writes a key; None of what it has no literal for, which stays text."""
+    """How Python writes a key, or one that is equal to it and has its name; None of what it has no literal for."""
+    name = str(key)
     if type(key) not in (bool, int):
         with suppress(TypeError):
             key = operator.index(key)  # of numpy, or of an enum of numbers
     try:
         found = ast.literal_eval(repr(key))
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
-    return repr(key) if type(found) is type(key) and found == key else None
+    return repr(key) if type(found) is type(key) and found == key and str(key) == name else None
 
 
 def is_row(row: Any) -> bool:

@@ -286,7 +286,8 @@ def _contribution(local: SavePlan, state: dict[str, Any], request: SaveRequest, 
         plan = PlanTable.of(local, ties=planner.ties)
     check = request.replica_check
     digests = replica_digests(local, planner, check) if call.world_size > 1 else None
-    containers = containers_of(state)
+    # Without names made of keys each value is stored with the keys that it has.
+    containers = containers_of(state) if getattr(planner, "flatten_state_dict", True) else []
     return SaveContribution(request.checkpoint_id, plan, carried, reports_results, check, digests, containers)
 
 
