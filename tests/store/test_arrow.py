@@ -5,7 +5,7 @@ from pyarrow.fs import LocalFileSystem
 
 from ray_dcp.errors import StorePermissionError
 from ray_dcp.store.bucket.arrow import ArrowStore
-from tests.store.contract import FolderStoreContract
+from ray_dcp.testing.store_contract import FolderStoreContract
 
 
 class TestArrowStore(FolderStoreContract):

@@ -11,7 +11,7 @@ from ray_dcp.errors import StoreError, StorePermissionError
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.memory import MemoryStore
 from ray_dcp.store.open import open_store
-from tests.store.contract import FolderStoreContract
+from ray_dcp.testing.store_contract import FolderStoreContract
 from tests.store.failing import FailingStore, Faults
 
 

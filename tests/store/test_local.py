@@ -17,7 +17,7 @@ from ray_dcp.errors import NotAFolderError, StoreError, StorePermissionError
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.store import FolderStore
 from ray_dcp.store.translate import as_store_error
-from tests.store.contract import FolderStoreContract
+from ray_dcp.testing.store_contract import FolderStoreContract
 
 
 class TestLocalStore(FolderStoreContract):

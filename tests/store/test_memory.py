@@ -7,7 +7,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ray_dcp.store.memory import MemoryStore
 from ray_dcp.store.open import open_store
-from tests.store.contract import StoreContract
+from ray_dcp.testing.store_contract import StoreContract
 
 
 class TestMemoryStore(StoreContract):

@@ -24,8 +24,8 @@ from ray_dcp.store.memory import MemoryStore
 from ray_dcp.store.parallel import ParallelStore
 from ray_dcp.store.retry import RetryPolicy, RetryStore
 from ray_dcp.store.translate import is_transient, store_errors
+from ray_dcp.testing.store_contract import StoreContract
 from tests.slack import within
-from tests.store.contract import StoreContract
 
 QUICK = RetryPolicy(max_attempts=4, max_elapsed_s=5, initial_backoff_s=0.001, max_backoff_s=0.002)
 SLOW_DOWN = OSError(

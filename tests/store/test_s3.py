@@ -24,7 +24,7 @@ from ray_dcp.store.location.urls import join_url
 from ray_dcp.store.open import open_store
 from ray_dcp.store.reading import get_into
 from ray_dcp.store.retry import RetryPolicy
-from tests.store.contract import KEYS, LARGE, SHARD, StoreContract
+from ray_dcp.testing.store_contract import KEYS, LARGE, SHARD_KEY, StoreContract
 from tests.store.seaweed import BUCKET, HIDDEN_KEYS, SECRET_KEY
 
 
@@ -65,10 +65,10 @@ def test_a_backslash_reaches_the_server_which_lists_a_slash(s3_url, proxy):
 
 def test_ranges_of_a_shard_file_ask_for_its_size_once(s3_url, proxy):
     store = open_store(s3_url)
-    store.put(SHARD, b"0123456789")
+    store.put(SHARD_KEY, b"0123456789")
     for offset in range(8):
-        assert store.get(SHARD, offset, 2) == b"0123456789"[offset : offset + 2]
-        get_into(store, SHARD, offset, [memoryview(bytearray(2))])
+        assert store.get(SHARD_KEY, offset, 2) == b"0123456789"[offset : offset + 2]
+        get_into(store, SHARD_KEY, offset, [memoryview(bytearray(2))])
     assert (proxy.count("HEAD"), proxy.count("GET")) == (1, 16)
 
 
@@ -84,7 +84,7 @@ def test_what_is_replaced_in_place_is_looked_at_anew_each_time(s3_url, proxy):
 
 def test_a_large_read_has_several_requests_in_flight(s3_url, proxy, seaweed):
     store = open_store(S3Options(part_nbytes=1 << 20, max_parallel=4).url(s3_url))
-    open_store(s3_url).put(SHARD, LARGE)
+    open_store(s3_url).put(SHARD_KEY, LARGE)
     at_once, waiting = threading.Barrier(4, timeout=30), []
 
     def meet(method, target):
@@ -93,7 +93,7 @@ def test_a_large_read_has_several_requests_in_flight(s3_url, proxy, seaweed):
             at_once.wait()
 
     proxy.on_request = meet
-    assert store.get(SHARD, 0, 6_000_000) == LARGE[:6_000_000]
+    assert store.get(SHARD_KEY, 0, 6_000_000) == LARGE[:6_000_000]
     assert not at_once.broken
     assert len(waiting) == 4
 
@@ -108,11 +108,11 @@ def test_a_large_upload_has_several_parts_in_flight(s3_url, proxy):
             at_once.wait()
 
     proxy.on_request = meet
-    with store.put_new(SHARD) as writer:
+    with store.put_new(SHARD_KEY) as writer:
         for _ in range(2):
             writer.write(LARGE)
     assert not at_once.broken
-    assert store.get(SHARD, len(LARGE), len(LARGE)) == LARGE
+    assert store.get(SHARD_KEY, len(LARGE), len(LARGE)) == LARGE
 
 
 def test_an_upload_holds_a_bounded_number_of_parts(s3_url, proxy):
@@ -129,7 +129,7 @@ def test_an_upload_holds_a_bounded_number_of_parts(s3_url, proxy):
     written = []
 
     def write():
-        with store.put_new(SHARD) as writer:
+        with store.put_new(SHARD_KEY) as writer:
             for _ in range(12):
                 writer.write(LARGE[: 5 << 20])
                 written.append(1)
@@ -389,11 +389,11 @@ def test_how_many_requests_small_things_take(s3_url, proxy):
         store.get("step/.metadata")
     assert [one.method for one in proxy.seen] == ["HEAD"]
     proxy.seen.clear()
-    with store.put_new(SHARD) as writer:
+    with store.put_new(SHARD_KEY) as writer:
         writer.write(b"small")
     assert [one.method for one in proxy.seen] == ["HEAD", "PUT"]
     proxy.seen.clear()
-    store.delete(SHARD)
+    store.delete(SHARD_KEY)
     # Arrow looks first, and leaves an object in place of the folder: it shows as a folder, and never as an object.
     assert [one.method for one in proxy.seen] == ["HEAD", "DELETE", "PUT"]
     assert proxy.seen[-1].target.endswith("/")
