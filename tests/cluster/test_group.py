@@ -209,10 +209,10 @@ def pid_of_coordinator(name):
 
 
 @pytest.mark.parametrize("how", ["process killed", "actor killed for good"])
-def test_a_wait_outlives_the_coordinator(own_ranks, how):
+def test_a_wait_outlives_the_coordinator(ranks, how):
     group = f"headless-{how[:5]}"
-    own_ranks.ok(2, generation_of, name=group)
-    actors = own_ranks.actors(2)
+    ranks.ok(2, generation_of, name=group)
+    actors = ranks.actors(2)
     waiting = actors[0].run.remote(0, 2, group, generation_of)
     if how == "process killed":
         os.kill(pid_of_coordinator(group), 9)

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -405,21 +406,22 @@ def run(mode: str, folder: Path, losses: list[str]) -> dict[str, Any]:
     }
 
 
+def by_forming(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Those of each forming of the group. Generations count from 1 again where a coordinator has ended in between."""
+    return [list(one) for _, one in groupby(events, key=lambda noted: (noted["generation"], noted["world_size"]))]
+
+
 def what_happened(story: Story) -> dict[str, Any]:
-    world_sizes = {noted["generation"]: noted["world_size"] for noted in story.events("formed")}
-    resumed: dict[int, set[int]] = {}
     saved, forgotten = 0, []
     for noted in story.events("saved", "resumed"):
         if noted["event"] == "saved":
             saved = noted["step"]
-            continue
-        resumed.setdefault(noted["generation"], set()).add(noted["step"])
-        if noted["step"] < saved:
+        elif noted["step"] < saved:
             forgotten.append([saved, noted["step"]])
     steps = [noted["step"] for noted in story.events("step")]
     return {
-        "world_sizes": list(world_sizes.values()),
-        "resumed_at": [sorted(found) for found in resumed.values()],
+        "world_sizes": [one[0]["world_size"] for one in by_forming(story.events("formed"))],
+        "resumed_at": [sorted({noted["step"] for noted in one}) for one in by_forming(story.events("resumed"))],
         "losses": [[noted["loss"], noted["world_size"], noted["step"]] for noted in story.events("lost")],
         "forgotten": forgotten,
         "steps_repeated": len(steps) - len(set(steps)),

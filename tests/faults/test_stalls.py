@@ -148,7 +148,8 @@ def test_a_commit_that_was_given_up_and_goes_on_later_does_not_replace_a_newer_s
 
 @pytest.fixture(scope="module")
 def cast(ray_session):
-    own = Cast("stalls", limits=Limits(stall_timeout_s=3.0, coordinator_timeout_s=3.0, arrival_timeout_s=60.0))
+    soon = within(3.0)
+    own = Cast("stalls", limits=Limits(stall_timeout_s=soon, coordinator_timeout_s=soon, arrival_timeout_s=60.0))
     yield own
     own.end()
 
@@ -165,7 +166,7 @@ def test_a_frozen_rank_that_wakes_up_after_the_group_re_formed_changes_nothing(c
     outcomes = cast.outcomes(calls, stamp, without=(1,))
     assert outcomes.by_rank[0].failed_ranks == (1,)
     assert isinstance(outcomes.by_rank[0].__cause__, StalledError)
-    assert outcomes.seconds < 3.0 + within(2.0)
+    assert outcomes.seconds < cast.limits.stall_timeout_s + within(2.0)
 
     frozen = cast.replace(1)
     cast.save(place, 4.0)
@@ -190,7 +191,7 @@ def test_a_rank_that_freezes_in_a_load_is_named(cast, tmp_path):
     frozen_pid = cast.pids[1]
     outcomes = cast.outcomes(cast.start(load_at, str(place), 2.0), stamp, without=(1,))
     assert outcomes.by_rank[0].failed_ranks == (1,)
-    assert outcomes.seconds < 3.0 + within(2.0)
+    assert outcomes.seconds < cast.limits.stall_timeout_s + within(2.0)
     ray.kill(cast.replace(1))
     os.kill(frozen_pid, signal.SIGKILL)
     assert [outcome for outcome, _ in cast.do(load_at, str(place), 2.0)] == ["loaded"] * 2
@@ -204,5 +205,5 @@ def test_a_frozen_coordinator_is_replaced_and_the_save_commits(cast, tmp_path, p
     cast.arm(point, "stop coordinator", stamp)
     outcomes = cast.outcomes(cast.start(save_at, str(place), 3.0), stamp)
     assert set(outcomes.by_rank.values()) == {"saved"}
-    assert outcomes.seconds < 3.0 + within(30.0)
+    assert outcomes.seconds < cast.limits.coordinator_timeout_s + within(30.0)
     assert value_at(place, 2) == 3.0
