@@ -37,7 +37,7 @@ class Progress:
 _counted: ContextVar[Progress | None] = ContextVar("ray_dcp_counted_progress", default=None)
 
 
-_stop: ContextVar[threading.Event | None] = ContextVar("ray_dcp_stop", default=None)
+_stops: ContextVar[tuple[threading.Event, ...]] = ContextVar("ray_dcp_stops", default=())
 
 
 class StoppedError(Exception):
@@ -46,9 +46,9 @@ class StoppedError(Exception):
 
 def advance(nbytes: int = 0) -> None:
     """Count a piece of work of whatever call this thread is in. Raises when that call has been interrupted."""
-    stop = _stop.get()
-    if stop is not None and stop.is_set():
-        raise StoppedError
+    for stop in _stops.get():
+        if stop.is_set():
+            raise StoppedError
     progress = _counted.get()
     if progress is not None:
         progress.advance(nbytes)
@@ -56,12 +56,15 @@ def advance(nbytes: int = 0) -> None:
 
 @contextmanager
 def stopped_by(stop: threading.Event) -> Iterator[None]:
-    """Within the block ``advance`` raises ``StoppedError`` once ``stop`` is set: for a thread among several."""
-    token = _stop.set(stop)
+    """Within the block ``advance`` raises ``StoppedError`` once ``stop`` is set: for a thread among several.
+
+    Whatever stops the blocks around it stops it too.
+    """
+    token = _stops.set((*_stops.get(), stop))
     try:
         yield
     finally:
-        _stop.reset(token)
+        _stops.reset(token)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import os
 import posixpath
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,6 +38,7 @@ from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import folder_name, join_url, shown_url
 from ray_dcp.store.open import open_store
 from ray_dcp.store.store import Store, exists
+from ray_dcp.store.threads import in_parallel
 from ray_dcp.wording import counted, joined
 
 logger = logging.getLogger(__name__)
@@ -219,8 +219,7 @@ def root_exists(store: Store) -> bool:
 
 def for_each_folder(folders: Sequence[_F], look: Callable[[_F], _T]) -> list[_T]:
     """What ``look`` says of every folder; a few at a time, since in a bucket each look is a wait."""
-    with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        return list(pool.map(look, folders))
+    return [seen for _, seen in in_parallel(look, folders, max_at_once=_MAX_THREADS, in_order=True)]
 
 
 def _info_or_sizes(store: Store, folder: str) -> CheckpointInfo | None:

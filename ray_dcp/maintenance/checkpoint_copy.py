@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
 from ray_dcp.catalog.listing import is_committed, root_exists
@@ -23,10 +23,9 @@ from ray_dcp.maintenance.verify.pieces import (
     READ_NBYTES,
     CheckedPiece,
     FilePiece,
-    Readers,
     check_piece,
     every_byte,
-    readers,
+    read_ahead,
 )
 from ray_dcp.maintenance.verify.verification import Tally, inspect_all
 from ray_dcp.store.location.place import absolute
@@ -122,14 +121,14 @@ def copy_checkpoint(plan: CopyPlan, *, on_bytes: Callable[[int], None] = lambda 
     source, store = plan.source, open_store(plan.destination)
     tally = Tally()
     written: list[str] = []
-    with _cleaned_up(plan, store, written), readers() as pool:
+    with _cleaned_up(plan, store, written):
         if plan.replaced_files:
             _require_another_place(source, store)
             store.delete(METADATA)
             for key in plan.replaced_files:
                 store.delete(key)
         for file in source.files:
-            _copy_file(plan, file, store, pool, tally, written, on_bytes)
+            _copy_file(plan, file, store, tally, written, on_bytes)
         if source.manifest is not None:
             written.append(MANIFEST)
             store.put(MANIFEST, source.manifest)
@@ -149,11 +148,11 @@ def copy_checkpoint(plan: CopyPlan, *, on_bytes: Callable[[int], None] = lambda 
     )
 
 
-def _copy_file(plan: CopyPlan, file: FilePlan, store: Store, pool: Readers, tally: Tally, written: list[str],
+def _copy_file(plan: CopyPlan, file: FilePlan, store: Store, tally: Tally, written: list[str],
                on_bytes: Callable[[int], None]) -> None:  # fmt: skip
     """Read ahead, check, and write in order. ``written`` has the file's key as soon as it may be there."""
     source = plan.source
-    large = list(inspect_all(source, pool, [file], READ_NBYTES))
+    large = list(inspect_all(source, [file], READ_NBYTES))
     tally.add_inspected(large)
     _require_whole(source, tally)
 
@@ -164,11 +163,12 @@ def _copy_file(plan: CopyPlan, file: FilePlan, store: Store, pool: Readers, tall
     with store.put_new(file.key) as sink:
         written.append(file.key)  # leaving the block may fail and leave it there
         pieces = every_byte(file, {record.item.begin: record for record in large}, READ_NBYTES)
-        for checked, view in pool.in_order(read, pieces, ahead=NUM_READERS):
-            tally.add(checked)
-            _require_whole(source, tally)
-            sink.write(view)
-            on_bytes(len(view))
+        with closing(read_ahead(read, pieces, max_ahead=NUM_READERS)) as ended:
+            for checked, view in ended:
+                tally.add(checked)
+                _require_whole(source, tally)
+                sink.write(view)
+                on_bytes(len(view))
         if sink.tell() != file.nbytes:
             raise StoreError(
                 f"{sink.tell()} of {file.nbytes} bytes were copied", url=shown_url(store.url), key=file.key

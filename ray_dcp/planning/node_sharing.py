@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ray_dcp.format.names import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
+from ray_dcp.store.ranges import joined
 
 MAX_WINDOW_NBYTES = 128 * BLOCK_NBYTES
 MIN_WINDOW_NBYTES = 4 * BLOCK_NBYTES
@@ -140,9 +141,10 @@ def _plan_node(offers: Sequence[tuple[int, ShareOffer]]) -> NodeShare | None:
     runs: list[Want] = []
     members: set[int] = set()
     for wanted in wanted_by.values():
-        joined = _joined([want for want, _ in wanted])
-        if sum(want.end - want.first for want, _ in wanted) >= rules.min_repeats * sum(r.end - r.first for r in joined):
-            runs += joined
+        wants = [want for want, _ in wanted]
+        once = [Want(run[0].number, run[0].nbytes, *ends) for *ends, run in joined(wants, lambda w: (w.first, w.end))]
+        if sum(want.end - want.first for want in wants) >= rules.min_repeats * sum(r.end - r.first for r in once):
+            runs += once
             members.update(owner for _, owner in wanted)
     if not runs:
         return None
@@ -151,17 +153,6 @@ def _plan_node(offers: Sequence[tuple[int, ShareOffer]]) -> NodeShare | None:
     if window_nbytes < MIN_WINDOW_NBYTES:
         return None
     return NodeShare(offers[0][1].token, tuple(sorted(members)), tuple(runs), window_nbytes)
-
-
-def _joined(wants: Sequence[Want]) -> list[Want]:
-    """Runs of one record, in order of their first blocks, as disjoint ones."""
-    joined: list[Want] = []
-    for want in wants:
-        if joined and want.first <= joined[-1].end:
-            joined[-1] = Want(want.number, want.nbytes, joined[-1].first, max(joined[-1].end, want.end))
-        else:
-            joined.append(want)
-    return joined
 
 
 def windows_of(share: NodeShare) -> Iterator[tuple[ReadShare, ...]]:

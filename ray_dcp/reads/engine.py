@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 import os
 import queue
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -16,13 +13,14 @@ import torch
 
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.format.names import BLOCK_NBYTES
-from ray_dcp.progress import stopped_by
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
 from ray_dcp.staging.host_pieces import tensor_memory
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.memory import MemoryStore
+from ray_dcp.store.ranges import joined
 from ray_dcp.store.reading import Fill
 from ray_dcp.store.store import Store
+from ray_dcp.store.threads import in_parallel
 
 _LOCAL_UNIT_NBYTES = 2 * BLOCK_NBYTES
 """Stays in a CPU's cache until it has been checked; measured against one, four and eight blocks."""
@@ -86,19 +84,14 @@ class Part(Protocol):
 P = TypeVar("P", bound=Part)
 
 
-def joined(parts: Sequence[P], shape: ReadShape) -> Iterator[list[P]]:
+def runs(parts: Iterable[P], shape: ReadShape) -> Iterator[list[P]]:
     """``parts``, in order of their offsets, in runs to be read at once; one that is longer than a run is alone."""
-    run: list[P] = []
-    end = 0
-    for part in parts:
-        until = max(end, part.offset + part.nbytes)
-        if run and (part.offset - end > shape.max_gap_nbytes or until - run[0].offset > shape.run_nbytes):
-            yield run
-            run, until = [], part.offset + part.nbytes
-        run.append(part)
-        end = until
-    if run:
+    for _, _, run in joined(parts, _place, max_gap=shape.max_gap_nbytes, max_length=shape.run_nbytes):
         yield run
+
+
+def _place(part: Part) -> tuple[int, int]:
+    return part.offset, part.offset + part.nbytes
 
 
 def batches(parts: Sequence[P], nbytes: int) -> Iterator[list[P]]:
@@ -178,50 +171,25 @@ class Task(Generic[T]):
 
 
 def finished(tasks: Iterable[Task[T]], num_in_flight: int) -> Generator[tuple[T, int], None, None]:
-    """Carry out ``tasks``; what each was for, and its bytes, as they end. The first that fails ends all.
-
-    Tasks are taken as late as possible. Progress of all counts for the call of this thread. Whoever stops before the
-    end closes it: nothing is read any more once it has ended, in whatever way.
-    """
-    if num_in_flight == 1:
-        with closing(Lane()) as lane:
-            for task in tasks:
-                yield task.done, task.read(lane)
-        return
+    """Carry out ``tasks``; yield what each was for, and its bytes, as they end. See ``in_parallel``."""
     lanes = [Lane() for _ in range(num_in_flight)]
     spare: queue.SimpleQueue[Lane] = queue.SimpleQueue()
     for lane in lanes:
         spare.put(lane)
-    stop = threading.Event()
     # Torch keeps it for each thread, and only within it may the tensors made in it be filled.
     in_inference = torch.is_inference_mode_enabled()
 
     def read(task: Task[T]) -> int:
         lane = spare.get()
         try:
-            with stopped_by(stop), torch.inference_mode(in_inference):
+            with torch.inference_mode(in_inference):
                 return task.read(lane)
         finally:
             spare.put(lane)
 
-    under_way: dict[Future[int], Task[T]] = {}
-    with ExitStack() as at_end, ThreadPoolExecutor(num_in_flight, thread_name_prefix="ray_dcp_read") as pool:
+    with ExitStack() as at_end:
         for lane in lanes:
             at_end.callback(lane.close)
-        try:
-            for task in tasks:
-                under_way[pool.submit(contextvars.copy_context().run, read, task)] = task
-                if len(under_way) > num_in_flight:
-                    yield from _ended(under_way)
-            while under_way:
-                yield from _ended(under_way)
-        finally:
-            stop.set()
-            for future in under_way:
-                future.cancel()
-
-
-def _ended(under_way: dict[Future[int], Task[T]]) -> Iterator[tuple[T, int]]:
-    """Wait for some; raises what one of them raised."""
-    for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-        yield under_way.pop(future).done, future.result()
+        ended = at_end.enter_context(closing(in_parallel(read, tasks, max_at_once=num_in_flight)))
+        for task, nbytes in ended:
+            yield task.done, nbytes

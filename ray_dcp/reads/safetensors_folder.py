@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +31,7 @@ from ray_dcp.planning.disjoint import overlapping
 from ray_dcp.planning.values.flat import NO_WORD
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.store.store import Store, StoredObject
+from ray_dcp.store.threads import in_parallel
 from ray_dcp.torch_private import StorageInfo
 
 SUFFIX = ".safetensors"
@@ -76,8 +76,9 @@ def find_safetensors(store: Store, only: str = "") -> SafetensorsFolder | None:
             f"{', '.join(absent)} is missing, which {index or 'the folder'} says holds {_few(names) or 'its tensors'}",
             file=join_url(store.url, absent[0]),
         )
-    with ThreadPoolExecutor(min(_MAX_THREADS, len(files) or 1)) as pool:
-        headers = dict(zip(files, pool.map(lambda file: _header_of(store, held[file]), files), strict=True))
+    headers = dict(
+        in_parallel(lambda file: _header_of(store, held[file]), files, max_at_once=_MAX_THREADS, in_order=True)
+    )
     if index:
         _require_as_indexed(store, index, weight_map, headers)
     entries = [entry for file, header in headers.items() for entry in _entries(store, file, header)]

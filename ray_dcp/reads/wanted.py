@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
-from ray_dcp.reads.engine import Lane, ReadShape, Task, batches, joined, read_run
+from ray_dcp.reads.engine import Lane, ReadShape, Task, batches, read_run, runs
 from ray_dcp.reads.record_reads import RecordReads, WantedRecord
 
 Loaded = list[Callable[[], None]]
@@ -62,7 +62,7 @@ class RecordTasks:
             large = [] if len(small) == len(records) else [r for r in records if not is_small(r) and not is_done(r)]
             for batch in batches(large, self._shape.batch_nbytes if in_place else 0):
                 yield self._large(batch)
-            for run in joined(small, self._shape):
+            for run in runs(small, self._shape):
                 yield self._run(run)
 
     def targets(self, record: WantedRecord) -> list[torch.Tensor]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ray_dcp.store.ranges import run_parallel, split_range
+from ray_dcp.store.ranges import BufferedRange, split_range
 from ray_dcp.store.reading import get_into
 from ray_dcp.store.store import ObjectWriter, Store, StoredObject
+from ray_dcp.store.threads import in_parallel
 
 
 class ParallelStore:
@@ -60,13 +62,13 @@ class ParallelStore:
         self._get_parts(key, offset, buffers)
 
     def _get_parts(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        run_parallel(
-            (
-                functools.partial(get_into, self._inner, key, piece.offset, piece.buffers)
-                for piece in split_range(offset, buffers, self._part_nbytes)
-            ),
-            max_parallel=self._max_parallel,
-        )
+        def get(part: BufferedRange) -> None:
+            get_into(self._inner, key, part.offset, part.buffers)
+
+        parts = split_range(offset, buffers, self._part_nbytes)
+        most = self._max_parallel
+        # None waits for a thread: after a failure none is begun.
+        deque(in_parallel(get, parts, max_at_once=most, max_ahead=most - 1), maxlen=0)
 
     def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:
         self._inner.put(key, content, last_look=last_look)

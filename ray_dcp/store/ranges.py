@@ -1,22 +1,17 @@
-"""Byte ranges cut into pieces, and pieces worked on at the same time."""
+"""Byte ranges: cut into pieces where they are long, joined where they lie close together. Nothing is read here."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ray_dcp.progress import Progress, advance, working
-
-_LOOK_S = 0.1
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """``nbytes`` from ``offset`` of an object, and where they go."""
+class BufferedRange:
+    """``nbytes`` from ``offset`` of an object, and the memory they go to."""
 
     offset: int
     nbytes: int
@@ -30,16 +25,16 @@ class Piece:
             start += len(buffer)
 
 
-def split_range(offset: int, buffers: Sequence[memoryview], piece_nbytes: int) -> Iterator[Piece]:
-    """Cut what fills ``buffers`` into pieces of at most ``piece_nbytes``, in order.
+def split_range(offset: int, buffers: Sequence[memoryview], piece_nbytes: int) -> Iterator[BufferedRange]:
+    """Cut what fills ``buffers`` into ranges of at most ``piece_nbytes``, in order.
 
-    A large buffer gets pieces of its own, so that they can be read without a copy; small ones share a piece.
+    A large buffer gets ranges of its own, so that they can be read without a copy; small ones share a range.
     """
     shared: list[memoryview] = []
     held = 0
     for buffer in buffers:
         if shared and held + len(buffer) > piece_nbytes:
-            yield Piece(offset, held, tuple(shared))
+            yield BufferedRange(offset, held, tuple(shared))
             offset, shared, held = offset + held, [], 0
         if len(buffer) <= piece_nbytes:
             if len(buffer):
@@ -48,53 +43,31 @@ def split_range(offset: int, buffers: Sequence[memoryview], piece_nbytes: int) -
             continue
         for start in range(0, len(buffer), piece_nbytes):
             part = buffer[start : start + piece_nbytes]
-            yield Piece(offset, len(part), (part,))
+            yield BufferedRange(offset, len(part), (part,))
             offset += len(part)
     if shared:
-        yield Piece(offset, held, tuple(shared))
+        yield BufferedRange(offset, held, tuple(shared))
 
 
-def run_parallel(tasks: Iterable[Callable[[], None]], *, max_parallel: int) -> None:
-    """Run ``tasks`` in threads, at most ``max_parallel`` at once, and return when all are done.
+def joined(
+    parts: Iterable[_T], place: Callable[[_T], tuple[int, int]], *, max_gap: int = 0, max_length: int | None = None
+) -> Iterator[tuple[int, int, list[_T]]]:
+    """Runs of ``parts`` that lie close together, each as (start, end, its parts in order).
 
-    What moves in them is counted by the calling thread, which also notices that its call was interrupted. The first
-    error is raised; by then no task runs any more, so nothing writes to memory that the caller has taken back.
+    ``place`` is the (start, end) of a part, in bytes or blocks; parts come in the order of their starts. A run goes on
+    over a gap of ``max_gap`` and over parts that overlap, and is ``max_length`` long unless one part alone is longer.
     """
-    pool = _threads(os.getpid(), max_parallel)
-    waiting = iter(tasks)
-    running: dict[Future[None], Progress] = {}
-    seen: dict[Future[None], tuple[int, int]] = {}
-    try:
-        while True:
-            for task in itertools.islice(waiting, max_parallel - len(running)):
-                progress = Progress()
-                running[pool.submit(_counted, progress, task)] = progress
-            if not running:
-                return
-            done, _ = wait(running, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
-            for future, progress in running.items():
-                mark, nbytes = seen.get(future, (0, 0))
-                seen[future] = (progress.mark, progress.nbytes)
-                if seen[future] != (mark, nbytes):
-                    advance(seen[future][1] - nbytes)
-            for future in done:
-                del running[future]
-                future.result()
-    except BaseException as error:
-        for future, progress in running.items():
-            progress.interrupt(error)
-            future.cancel()
-        raise
-    finally:
-        wait(running)
-
-
-def _counted(progress: Progress, task: Callable[[], None]) -> None:
-    with working(progress, "read"):
-        task()
-
-
-@functools.lru_cache
-def _threads(process: int, max_parallel: int) -> ThreadPoolExecutor:
-    # By process: the threads of one that was forked stayed with its parent.
-    return ThreadPoolExecutor(max_parallel, thread_name_prefix="ray_dcp-read")
+    run: list[_T] = []
+    start = end = 0
+    for part in parts:
+        first, last = place(part)
+        until = max(end, last)
+        if run and (first - end > max_gap or (max_length is not None and until - start > max_length)):
+            yield start, end, run
+            run = []
+        if not run:
+            start, until = first, last
+        run.append(part)
+        end = until
+    if run:
+        yield start, end, run

@@ -19,7 +19,7 @@ from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.progress import Progress, StoppedError, advance, working
 from ray_dcp.reads import reader
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
-from ray_dcp.reads.engine import Lane, ReadShape, Task, batches, finished, joined, read_run, read_shape
+from ray_dcp.reads.engine import Lane, ReadShape, Task, batches, finished, read_run, read_shape, runs
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.memory import MemoryStore
 
@@ -43,9 +43,9 @@ class TestJoined:
     @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 70)), max_size=20))
     def test_every_part_is_in_one_run_within_the_limits(self, places):
         parts = [Piece(*place) for place in sorted(places)]
-        runs = list(joined(parts, SHAPE))
-        assert [part for run in runs for part in run] == parts
-        for run in runs:
+        found = list(runs(parts, SHAPE))
+        assert [part for run in found for part in run] == parts
+        for run in found:
             ends = list(itertools.accumulate((p.offset + p.nbytes for p in run), max))
             assert len(run) == 1 or ends[-1] - run[0].offset <= SHAPE.run_nbytes
             assert all(part.offset - end <= SHAPE.max_gap_nbytes for part, end in zip(run[1:], ends[:-1], strict=True))
@@ -53,18 +53,18 @@ class TestJoined:
     @settings(max_examples=200, deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 70)), max_size=20))
     def test_runs_end_only_where_the_next_part_would_break_a_limit(self, places):
-        runs = list(joined([Piece(*place) for place in sorted(places)], SHAPE))
-        for run, after in itertools.pairwise(runs):
+        found = list(runs([Piece(*place) for place in sorted(places)], SHAPE))
+        for run, after in itertools.pairwise(found):
             end = max(p.offset + p.nbytes for p in run)
             until = max(end, after[0].offset + after[0].nbytes)
             assert after[0].offset - end > SHAPE.max_gap_nbytes or until - run[0].offset > SHAPE.run_nbytes
 
     def test_parts_that_lie_over_each_other_are_read_once(self):
         parts = [Piece(0, 30), Piece(10, 10), Piece(20, 5), Piece(33, 7)]
-        assert list(joined(parts, SHAPE)) == [parts]
+        assert list(runs(parts, SHAPE)) == [parts]
 
     def test_nothing_is_no_run(self):
-        assert list(joined([], SHAPE)) == []
+        assert list(runs([], SHAPE)) == []
 
 
 class TestReadRun:

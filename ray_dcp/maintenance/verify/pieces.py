@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,8 +16,10 @@ from ray_dcp.errors import ObjectNotFoundError, ObjectTooShortError
 from ray_dcp.format.checksums import crc32
 from ray_dcp.maintenance.verify.findings import Fault, FilePlan, Item, Unchecked
 from ray_dcp.maintenance.verify.record_check import InspectedRecord, Span, inspect_record
+from ray_dcp.store.ranges import joined
 from ray_dcp.store.reading import get_into
 from ray_dcp.store.store import Store
+from ray_dcp.store.threads import in_parallel
 
 READ_NBYTES = 16 << 20
 NUM_READERS = 4
@@ -90,17 +89,20 @@ def inspect_large(store: Store, item: Item) -> InspectedRecord:
 
 def small_pieces(file: FilePlan, small_nbytes: int) -> Iterator[FilePiece]:
     """The records that are small, as few pieces as they fit in. Neighbours are read together, others never are."""
-    run: list[Item] = []
-    for item in file.items:
-        apart = run and (item.begin != run[-1].end or item.end - run[0].begin > READ_NBYTES)
-        apart = apart and not item.shared_nbytes  # it is inspected together with what it shares
-        if run and (apart or is_large(item, small_nbytes)):
-            yield _run_piece(run)
-            run = []
-        if not is_large(item, small_nbytes):
-            run.append(item)
-    if run:
-        yield _run_piece(run)
+    small = [item for item in file.items if not is_large(item, small_nbytes)]
+    for start, end, rows in joined(_rows(small), lambda row: (row[0].begin, row[-1].end), max_length=READ_NBYTES):
+        yield FilePiece(file.key, start, end - start, tuple(item for row in rows for item in row))
+
+
+def _rows(items: Sequence[Item]) -> list[list[Item]]:
+    """Each item with those behind it that share bytes with it: they are inspected together."""
+    rows: list[list[Item]] = []
+    for item in items:
+        if item.shared_nbytes and rows:
+            rows[-1].append(item)
+        else:
+            rows.append([item])
+    return rows
 
 
 def span_pieces(item: Item, spans: Iterable[Span]) -> Iterator[FilePiece]:
@@ -166,11 +168,6 @@ def _tiles(item: Item, inspected: InspectedRecord) -> Iterator[FilePiece]:
         yield FilePiece(item.file, at, end - at, (), parts, [(start, content) for start, content in seen if content])
 
 
-def _run_piece(run: Sequence[Item]) -> FilePiece:
-    begin = run[0].begin
-    return FilePiece(run[0].file, begin, run[-1].end - begin, tuple(run))
-
-
 def _parts_piece(item: Item, parts: Sequence[PartOfSpan]) -> FilePiece:
     begin = parts[0].start
     return FilePiece(item.file, begin, parts[-1].start + parts[-1].nbytes - begin, (), tuple(parts))
@@ -216,36 +213,21 @@ def _unlisted_lost(piece: FilePiece, error: Exception) -> Fault:
     return Fault(piece.file, piece.start, piece.end, "the file is missing" if missing else "the file ends too early")
 
 
-class Readers:
-    """Threads that read and check. Use as ``with readers() as pool``."""
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-        self._buffers = threading.local()
-
-    def in_order(self, work: Callable[[_T], _R], tasks: Iterable[_T], *, ahead: int = 2 * NUM_READERS) -> Iterator[_R]:
-        """What ``work`` makes of each task, in their order; as many ``ahead`` of the one that is taken."""
-        pending: deque[Future[_R]] = deque()
-        for task in tasks:
-            pending.append(self._pool.submit(work, task))
-            if len(pending) > ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-    def buffer(self, nbytes: int) -> memoryview:
-        """This thread's own buffer, which its next piece overwrites."""
-        held: bytearray | None = getattr(self._buffers, "held", None)
-        if held is None or len(held) < nbytes:
-            held = self._buffers.held = bytearray(max(nbytes, 1 << 20))
-        return memoryview(held)[:nbytes]
+def read_ahead(
+    work: Callable[[_T], _R], tasks: Iterable[_T], *, max_ahead: int = 2 * NUM_READERS
+) -> Generator[_R, None, None]:
+    """What ``work`` makes of each task, in their order; see ``in_parallel``."""
+    for _, made in in_parallel(work, tasks, max_at_once=NUM_READERS, in_order=True, max_ahead=max_ahead):
+        yield made
 
 
-@contextmanager
-def readers() -> Iterator[Readers]:
-    """Threads for the length of the block; when it is left early, what has not begun is not done."""
-    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="ray-dcp-reader") as pool:
-        try:
-            yield Readers(pool)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+class ThreadBuffers(threading.local):
+    """One buffer for each thread, which its next piece overwrites."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def get(self, nbytes: int) -> memoryview:
+        if len(self._held) < nbytes:
+            self._held = bytearray(max(nbytes, 1 << 20))
+        return memoryview(self._held)[:nbytes]

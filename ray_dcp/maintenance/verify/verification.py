@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 
 from ray_dcp.format.checksums import combined_crc
 from ray_dcp.maintenance.verify.findings import Fault, FilePlan, Item, Unchecked, VerifyReport
@@ -18,11 +19,11 @@ from ray_dcp.maintenance.verify.pieces import (
     CheckedPiece,
     FilePiece,
     PartOfSpan,
-    Readers,
+    ThreadBuffers,
     check_piece,
     inspect_large,
     is_large,
-    readers,
+    read_ahead,
     small_pieces,
     span_pieces,
 )
@@ -43,16 +44,18 @@ def verify_checkpoint(plan: VerifyPlan, *, on_bytes: Callable[[int], None] = lam
     began = time.monotonic()
     tally = Tally()
     small_nbytes = READ_NBYTES if plan.sample is None else SMALL_SAMPLED_NBYTES
-    with readers() as pool:
-        pieces = (piece for file in plan.files for piece in small_pieces(file, small_nbytes))
-        for checked in pool.in_order(_check_with(plan, pool), pieces):
-            tally.add(checked)
-            on_bytes(checked.piece.nbytes)
-        large = list(inspect_all(plan, pool, plan.files, small_nbytes))
-        tally.add_inspected(large)
-        for checked in pool.in_order(_check_with(plan, pool), _large_pieces(plan, large)):
-            tally.add(checked)
-            on_bytes(checked.piece.nbytes)
+    buffers = ThreadBuffers()
+
+    def check_all(pieces: Iterable[FilePiece]) -> None:
+        with closing(read_ahead(lambda one: check_piece(plan.store, one, buffers.get(one.nbytes)), pieces)) as ended:
+            for checked in ended:
+                tally.add(checked)
+                on_bytes(checked.piece.nbytes)
+
+    check_all(piece for file in plan.files for piece in small_pieces(file, small_nbytes))
+    large = list(inspect_all(plan, plan.files, small_nbytes))
+    tally.add_inspected(large)
+    check_all(_large_pieces(plan, large))
     return VerifyReport(
         checkpoint_id=plan.checkpoint_id,
         has_manifest=plan.manifest is not None,
@@ -116,23 +119,14 @@ class Tally:
         self.nbytes_checked += span.nbytes
 
 
-def inspect_all(
-    plan: VerifyPlan, pool: Readers, files: Sequence[FilePlan], small_nbytes: int
-) -> Iterator[InspectedRecord]:
-    """The structure of all records that are not read as a whole."""
+def inspect_all(plan: VerifyPlan, files: Sequence[FilePlan], small_nbytes: int) -> Iterator[InspectedRecord]:
+    """Inspect the structure of all records that are not read as a whole."""
     large = (item for file in files for item in file.items if is_large(item, small_nbytes))
 
     def inspect(item: Item) -> InspectedRecord:
         return inspect_large(plan.store, item)
 
-    return pool.in_order(inspect, large)
-
-
-def _check_with(plan: VerifyPlan, pool: Readers) -> Callable[[FilePiece], CheckedPiece]:
-    def check(piece: FilePiece) -> CheckedPiece:
-        return check_piece(plan.store, piece, pool.buffer(piece.nbytes))
-
-    return check
+    return read_ahead(inspect, large)
 
 
 def _large_pieces(plan: VerifyPlan, large: Sequence[InspectedRecord]) -> Iterator[FilePiece]:

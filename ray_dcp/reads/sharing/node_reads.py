@@ -37,6 +37,7 @@ from ray_dcp.reads.rows import Rows, put_elements
 from ray_dcp.reads.sharing.segment import Counter, NodeMemory, SharedSegment, remove_stale
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.memory import MemoryStore
+from ray_dcp.store.ranges import joined
 from ray_dcp.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -75,12 +76,8 @@ def want_of(number: int, chunk: StoredChunk, boxes: Iterable[Box]) -> Want | Non
     if not of_boxes or any(rows.num > 1 and rows.stride - rows.width >= unit for rows in of_boxes):
         return None
     runs = sorted((rows.first // unit, -(-rows.end // unit)) for rows in of_boxes)
-    end = runs[0][1]
-    for first, until in runs[1:]:
-        if first > end:
-            return None
-        end = max(end, until)
-    return Want(number, chunk.nbytes, runs[0][0], end)
+    (first, end, _), *others = joined(runs, lambda run: run)
+    return None if others else Want(number, chunk.nbytes, first, end)
 
 
 @dataclass(frozen=True, slots=True)

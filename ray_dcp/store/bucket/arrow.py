@@ -16,7 +16,7 @@ from ray_dcp.format.names import parse_shard_file
 from ray_dcp.progress import PROGRESS_NBYTES, advance
 from ray_dcp.store.bucket.upload_stream import StreamWriter
 from ray_dcp.store.location.urls import require_key, require_prefix, shown_url
-from ray_dcp.store.ranges import Piece, split_range
+from ray_dcp.store.ranges import BufferedRange, split_range
 from ray_dcp.store.store import ObjectWriter, StoredObject
 from ray_dcp.store.translate import is_transient, require_range, store_errors
 
@@ -197,7 +197,7 @@ class ArrowStore:
                 if not is_kept:
                     opened.close()
 
-    def _fill(self, opened: Any, key: str, piece: Piece) -> None:
+    def _fill(self, opened: Any, key: str, piece: BufferedRange) -> None:
         if len(piece.buffers) == 1:
             segment = opened.get_stream(piece.offset, piece.nbytes)
             nbytes = segment.readinto(piece.buffers[0])
