@@ -33,12 +33,11 @@ from ray_dcp.format.names import (
     shard_files_named_in,
     step_folder,
 )
-from ray_dcp.store.local import LocalStore
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import folder_name, join_url, shown_url
 from ray_dcp.store.open import open_store
-from ray_dcp.store.store import Store, exists
-from ray_dcp.store.threads import in_parallel
+from ray_dcp.store.parallel import in_parallel
+from ray_dcp.store.store import Store, as_folders, exists
 from ray_dcp.wording import counted, joined
 
 logger = logging.getLogger(__name__)
@@ -212,8 +211,9 @@ def require_folder(store: Store) -> None:
 
 def root_exists(store: Store) -> bool:
     """Whether there is anything at the root of ``store``; in a bucket a folder exists while it holds something."""
-    if isinstance(store, LocalStore):
-        return os.path.lexists(store.url)
+    folders = as_folders(store)
+    if folders is not None:
+        return folders.is_there("") or folders.is_link("")
     return bool(store.list_folders() or store.list())
 
 
@@ -363,8 +363,9 @@ def what_is_there(store: Store) -> str:
         return f"this is a root with {count}, the newest is {newest}; pass {shown_url(join_url(store.url, newest))}"
     if committed:
         return f"this folder contains {joined(committed)}; pass {shown_url(join_url(store.url, committed[0]))}"
-    if isinstance(store, LocalStore) and not os.path.exists(store.url) and os.path.lexists(store.url):
-        return f"this is a link that leads nowhere: to {os.readlink(store.url)}"
+    on_disk = as_folders(store)
+    if on_disk is not None and on_disk.is_link("") and not on_disk.is_there(""):
+        return f"this is a link that leads nowhere: to {on_disk.link_target('')}"
     names = [one.key for one in store.list()]
     if steps:
         return f"this is a root with {counted(len(steps), 'step folder')}, none of them committed"

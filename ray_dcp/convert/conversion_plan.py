@@ -18,11 +18,10 @@ from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.format.safetensors_header import TEXTS, encode_header, has_dtype
 from ray_dcp.planning.values.containers import Containers
 from ray_dcp.reads.safetensors_folder import INDEX, INDEX_SUFFIX, ONE_FILE, SUFFIX
-from ray_dcp.store.local import LocalStore
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import shown_url, split_url
 from ray_dcp.store.open import open_store
-from ray_dcp.store.store import Store, exists
+from ray_dcp.store.store import Store, as_folders, exists
 from ray_dcp.wording import counted, joined
 
 FILE_KINDS = ("dcp", "safetensors", "torch")
@@ -273,7 +272,8 @@ def _require_apart(source: Source, kind: str, folder: str, key: str) -> None:
 
 def _identity(folder: str) -> str:
     store = open_store(folder or "/")
-    return os.path.realpath(store.url) if isinstance(store, LocalStore) else store.url.rstrip("/")
+    folders = as_folders(store)
+    return folders.real_url() if folders is not None else store.url.rstrip("/")
 
 
 def _replaced(store: Store, kind: str, key: str, where: str) -> list[str]:

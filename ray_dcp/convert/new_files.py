@@ -7,16 +7,12 @@ there. What is replaced goes before anything new appears: a reader sees the old,
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 from ray_dcp.errors import RayDcpError
-from ray_dcp.store.durable import fsync_folder
-from ray_dcp.store.local import LocalStore
-from ray_dcp.store.store import ObjectWriter, Store
-from ray_dcp.store.translate import store_errors
+from ray_dcp.store.store import ObjectWriter, RenamingStore, Store, as_renaming
 
 CreateFile = Callable[[str], AbstractContextManager[ObjectWriter]]
 """Key -> a writer for the file that will have it."""
@@ -31,9 +27,8 @@ def new_files(
     ``index`` is the key and content of a small file that names the others. A block that is left by an exception leaves
     nothing new behind, and on a file system everything old.
     """
-    files = (
-        _RenamedFiles(store, index, replaced) if isinstance(store, LocalStore) else _PutFiles(store, index, replaced)
-    )
+    renaming = as_renaming(store)
+    files = _PutFiles(store, index, replaced) if renaming is None else _RenamedFiles(renaming, index, replaced)
     try:
         files.begin()
         yield files.create
@@ -44,7 +39,7 @@ def new_files(
 
 
 class _RenamedFiles:
-    def __init__(self, store: LocalStore, index: tuple[str, bytes] | None, replaced: Sequence[str]) -> None:
+    def __init__(self, store: RenamingStore, index: tuple[str, bytes] | None, replaced: Sequence[str]) -> None:
         self._store = store
         self._index = index
         self._replaced = replaced
@@ -67,7 +62,6 @@ class _RenamedFiles:
             self._delete(self._replaced)
             self._store.put(*self._index)
             self._rename()
-        fsync_folder(self._store.url)
         self._temporaries = {}
 
     def abandon(self) -> None:
@@ -76,8 +70,7 @@ class _RenamedFiles:
 
     def _rename(self) -> None:
         for key, temporary in self._temporaries.items():
-            with store_errors("rename", url=self._store.url, key=key):
-                os.rename(os.path.join(self._store.url, temporary), os.path.join(self._store.url, key))
+            self._store.rename(temporary, key)
 
     def _delete(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from ray_dcp.errors import CorruptCheckpointError, ObjectTooShortError, StateDictError
-from ray_dcp.format.checksums import crc32
+from ray_dcp.format.checksums import Check, RunningCheck
 from ray_dcp.format.metadata_file import decode_python
 from ray_dcp.planning.values.containers import Containers, containers_of
 from ray_dcp.planning.values.flat import LEAVES, flat_state, unstorable_names
@@ -165,15 +165,17 @@ class TorchFile:
                 fqn=name,
             )
         held = empty_tensor((nbytes,), torch.uint8)
-        view, crc = memoryview(cast(Any, held.numpy())), 0
+        view, damage = memoryview(cast(Any, held.numpy())), None
+        is_all = self._has_checksums and nbytes == record.file_size
+        check = RunningCheck(Check.of_whole(nbytes, record.CRC) if is_all else Check(nbytes, None))
         for at in range(0, nbytes, _CHECKED_AT_ONCE_NBYTES):
             piece = view[at : at + _CHECKED_AT_ONCE_NBYTES]
             try:
                 get_into(self._store, self._key, offset + start + at, [piece])
             except ObjectTooShortError as error:
                 raise CorruptCheckpointError("its file ends too early", file=self._where, fqn=name) from error
-            crc = crc32(piece, crc)
-        if self._has_checksums and nbytes == record.file_size and crc != record.CRC:
+            damage = check.damage(piece, at)
+        if damage is not None:
             raise CorruptCheckpointError(
                 "stored bytes fail their checksum", file=self._where, fqn=name, offset=offset, nbytes=nbytes
             )

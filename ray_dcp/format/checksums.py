@@ -5,7 +5,8 @@ Computed by isal, which is several times as fast as zlib and gives the same valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from isal import isal_zlib
 
@@ -73,3 +74,78 @@ class BlockChecksums:
         self._crcs.append(self._crc)
         self._crc = 0
         self._in_block = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """By what a run of stored bytes is checked: the CRC-32 of each of its blocks, the last one short.
+
+    Bytes that have one checksum for all of them are one block.
+    """
+
+    nbytes: int
+    crcs: Sequence[int] | None
+    """None where nothing says what the bytes should be."""
+    block_nbytes: int = BLOCK_NBYTES
+
+    @classmethod
+    def of_whole(cls, nbytes: int, crc: int) -> Check:
+        """A check that needs all of the bytes."""
+        return cls(nbytes, (crc,), max(1, nbytes))
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether nothing can be checked before all of it is read."""
+        return self.crcs is not None and self.block_nbytes >= self.nbytes
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is one checksum for each block."""
+        return self.crcs is None or len(self.crcs) == -(-self.nbytes // self.block_nbytes)
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (start, nbytes, CRC-32) of each block that has a checksum."""
+        for number, crc in enumerate(self.crcs or ()):
+            start = number * self.block_nbytes
+            yield start, min(self.block_nbytes, self.nbytes - start), crc
+
+    def damage(self, content: memoryview, start: int = 0) -> tuple[int, int] | None:
+        """Return (start, nbytes) of the first block of ``content`` that is not as it was written, or None.
+
+        ``content`` begins at a block, ``start`` of the bytes, and ends with one.
+        """
+        return RunningCheck(self).damage(content, start)
+
+
+class RunningCheck:
+    """Checks bytes while they pass, in pieces of any size: each block where it ends."""
+
+    def __init__(self, check: Check) -> None:
+        self._crcs = check.crcs
+        self._nbytes = check.nbytes
+        self._block_nbytes = check.block_nbytes
+        self._crc = 0
+        self._at = 0
+
+    def damage(self, content: memoryview, start: int) -> tuple[int, int] | None:
+        """Return (start, nbytes) of the first block that ends in ``content`` and is not as it was written, or None.
+
+        ``content`` goes on where the one before has ended, or begins at a block.
+        """
+        if self._crcs is None:
+            return None
+        crc = self._crc if start == self._at else 0
+        at, end = start, start + len(content)
+        while at < end:
+            number = at // self._block_nbytes
+            block_start = number * self._block_nbytes
+            block_end = min(block_start + self._block_nbytes, self._nbytes)
+            until = min(block_end, end)
+            crc = crc32(content[at - start : until - start], crc)
+            if until == block_end:
+                if crc != self._crcs[number]:
+                    return block_start, block_end - block_start
+                crc = 0
+            at = until
+        self._crc, self._at = crc, end
+        return None

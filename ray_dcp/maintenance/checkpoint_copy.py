@@ -31,7 +31,7 @@ from ray_dcp.maintenance.verify.verification import Tally, inspect_all
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import join_url, shown_url, split_url
 from ray_dcp.store.open import open_store
-from ray_dcp.store.store import FolderStore, Store, get_or_none
+from ray_dcp.store.store import Store, as_folders, get_or_none, traits_of
 from ray_dcp.wording import joined
 
 _MAX_NAMED_FILES = 5
@@ -196,9 +196,9 @@ def _remove(plan: CopyPlan, store: Store, written: Sequence[str], manifest: byte
         else:
             store.delete(key)
     folder, name = split_url(store.url)
-    if plan.is_new_folder and isinstance(store, FolderStore):
-        parent = open_store(folder)
-        if isinstance(parent, FolderStore):
+    if plan.is_new_folder and traits_of(store).folders:
+        parent = as_folders(open_store(folder))
+        if parent is not None:
             parent.delete_empty_folder(name)
 
 

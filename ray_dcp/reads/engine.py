@@ -1,111 +1,23 @@
-"""The reads of a rank: what lies close together is read together, and several reads are in flight where it helps."""
+"""Carrying reads out: one after the other or several in flight, each in a lane that keeps memory and file at hand."""
 
 from __future__ import annotations
 
-import os
 import queue
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from ray_dcp.errors import CorruptCheckpointError
-from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
+from ray_dcp.reads.plan.shape import Part
 from ray_dcp.staging.host_pieces import tensor_memory
-from ray_dcp.store.local import LocalStore
-from ray_dcp.store.memory import MemoryStore
-from ray_dcp.store.ranges import joined
+from ray_dcp.store.parallel import in_parallel
 from ray_dcp.store.reading import Fill
-from ray_dcp.store.store import Store
-from ray_dcp.store.threads import in_parallel
-
-_LOCAL_UNIT_NBYTES = 2 * BLOCK_NBYTES
-"""Stays in a CPU's cache until it has been checked; measured against one, four and eight blocks."""
-_LOCAL_PIECE_NBYTES = BLOCK_NBYTES // 2
-"""Stays in a core's own cache; measured against an eighth, a quarter, one and two blocks."""
-_LOCAL_BATCH_NBYTES = 512 * BLOCK_NBYTES
-_SHARED_BATCH_NBYTES = 64 * BLOCK_NBYTES
-"""Where several threads read: small enough that all of them find something to do."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadShape:
-    """How a store is best read."""
-
-    unit_nbytes: int
-    """Of a large payload at once, where it passes through memory of the reader's; whole blocks."""
-    piece_nbytes: int
-    """Of one that goes straight to where it belongs."""
-    run_nbytes: int
-    """Of small payloads at once."""
-    max_gap_nbytes: int
-    """Between two of them: more is left out."""
-    num_in_flight: int
-    batch_nbytes: int = 0
-    """Of large payloads that are read one after the other without a look at anything else; 0: each by itself."""
-
-
-def read_shape(store: Store) -> ReadShape:
-    """Local files come from the page cache, a few blocks at a time, and are checked while the CPU's cache has them."""
-    if isinstance(store, LocalStore | MemoryStore):
-        num_in_flight = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
-        return ReadShape(
-            unit_nbytes=_LOCAL_UNIT_NBYTES,
-            piece_nbytes=_LOCAL_PIECE_NBYTES,
-            batch_nbytes=_LOCAL_BATCH_NBYTES if num_in_flight == 1 else _SHARED_BATCH_NBYTES,
-            run_nbytes=4 * BLOCK_NBYTES,
-            max_gap_nbytes=16 << 10,
-            num_in_flight=num_in_flight,
-        )
-    request = 16 * BLOCK_NBYTES
-    return ReadShape(
-        unit_nbytes=request, piece_nbytes=request, run_nbytes=request, max_gap_nbytes=256 << 10, num_in_flight=8
-    )
-
-
-class Part(Protocol):
-    """A range of a file's bytes that holds one value."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def fqn(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-P = TypeVar("P", bound=Part)
-
-
-def runs(parts: Iterable[P], shape: ReadShape) -> Iterator[list[P]]:
-    """``parts``, in order of their offsets, in runs to be read at once; one that is longer than a run is alone."""
-    for _, _, run in joined(parts, _place, max_gap=shape.max_gap_nbytes, max_length=shape.run_nbytes):
-        yield run
-
-
-def _place(part: Part) -> tuple[int, int]:
-    return part.offset, part.offset + part.nbytes
-
-
-def batches(parts: Sequence[P], nbytes: int) -> Iterator[list[P]]:
-    """``parts`` in their order; each batch but the last is the shortest that has ``nbytes``, and never empty."""
-    batch: list[P] = []
-    held = 0
-    for part in parts:
-        batch.append(part)
-        held += part.nbytes
-        if held >= nbytes:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
 
 
 class Lane:

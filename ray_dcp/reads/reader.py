@@ -2,10 +2,11 @@
 
 From the plan to byte ranges::
 
-    read items -> by record, in file order -> large chunks: their blocks, straight into the tensors
-                                           -> small ones, Python objects: joined to runs, cut up after the read
+    read items -> WantedRecord, by file (wanted)
+               -> large tensors: RecordRead (plan) -> ranges -> into the tensors, straight where possible (fill)
+               -> small ones, Python objects: joined to runs, cut up after the read (tasks, engine)
 
-Large chunks that other ranks of this node want as well are read once by all of them together (``shared_reads``).
+Large tensors that other ranks of this node want as well are read once by all of them together (``sharing``).
 
 Every block is checked before its tensor counts as loaded. No tensor goes through ``torch.load``, except one that
 torch wrote in a form of its own (a transposed one, say).
@@ -14,13 +15,12 @@ torch wrote in a form of its own (a transposed one, say).
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -28,18 +28,20 @@ from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.format.manifest import DifferingReplicas, EntryTable, as_table, decode_manifest
 from ray_dcp.format.metadata_file import decode_metadata
 from ray_dcp.format.names import MANIFEST, METADATA
-from ray_dcp.planning.node_sharing import NodeShare, ShareOffer, Want
+from ray_dcp.planning.node_sharing import NodeShare, ShareOffer
 from ray_dcp.planning.values.containers import Containers
 from ray_dcp.reads.checkpoint import OpenedCheckpoint, open_checkpoint, open_of_rank
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
-from ray_dcp.reads.engine import ReadShape, finished, read_shape
-from ray_dcp.reads.record_reads import RecordReads, WantedRecord
-from ray_dcp.reads.sharing.node_reads import Passing, SharedReads, offer_of, share_rules, want_of
+from ray_dcp.reads.engine import finished
+from ray_dcp.reads.plan.shape import ReadShape, read_shape
+from ray_dcp.reads.record_reads import RecordReads
+from ray_dcp.reads.sharing.door import NodeReads
 from ray_dcp.reads.sharing.segment import NodeMemory
-from ray_dcp.reads.wanted import Loaded, RecordTasks, count_as_changed, large_of
+from ray_dcp.reads.tasks import RecordTasks
+from ray_dcp.reads.wanted import WantedRecords
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.open import open_store, opens
-from ray_dcp.torch_private import StorageInfo
+from ray_dcp.store.store import traits_of
 
 
 class StoreReader(StorageReader):
@@ -60,8 +62,9 @@ class StoreReader(StorageReader):
         super().__init__()
         self.checkpoint_id = absolute(checkpoint_id) if checkpoint_id is not None else ""
         self.trusted = trusted
-        self.sharing = sharing
-        self.nbytes_read = 0
+        # The one line by which reads are shared.
+        self._node_reads = NodeReads(sharing) if sharing is not None else None
+        self._nbytes_read = 0
         self.nbytes_loaded = 0
         self.differing: Sequence[DifferingReplicas] = ()
         """Values that differed between ranks when the checkpoint was saved, as its manifest says."""
@@ -70,12 +73,12 @@ class StoreReader(StorageReader):
         self._opened: OpenedCheckpoint | None = None
         self._metadata: Metadata | None = None
         self._entries: EntryTable | None = None
-        self._numbers: dict[tuple[str, tuple[int, ...] | None], int] = {}
-        """Of the manifest's entries, by name and offsets of the chunk."""
-        self._grouped: tuple[LoadPlan, dict[str, list[WantedRecord]]] | None = None
-        """The records of the plan that was last looked at."""
-        self._share: tuple[NodeShare, int] | None = None
-        """Of the next ``read_data``, with this rank."""
+        self._records: WantedRecords | None = None
+
+    @property
+    def nbytes_read(self) -> int:
+        """What this rank has read of the files."""
+        return self._nbytes_read + (self._node_reads.nbytes_read if self._node_reads is not None else 0)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -112,14 +115,13 @@ class StoreReader(StorageReader):
             raise CorruptCheckpointError("does not say where its items lie", file=self._file(METADATA))
         self._metadata = metadata
         self._entries = None
+        self._records = None
         self.containers = None
         if self._opened.manifest is not None:
             manifest = decode_manifest(self._opened.manifest, file=self._file(MANIFEST))
             self.differing = manifest.differing
             self.containers = manifest.containers
             self._entries = as_table(manifest.entries)
-            chunks = zip(self._entries.column("fqn"), self._entries.column("offsets"), strict=True)
-            self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -132,20 +134,14 @@ class StoreReader(StorageReader):
 
         What is wrong with the plan is told when it is read.
         """
-        if self.sharing is None or self._entries is None:
+        if self._node_reads is None or self._entries is None:
             return None
         assert self._opened is not None
         store = open_store(self._opened.checkpoint_id)
-        if world_size < share_rules(store).min_repeats:
-            return None
         files = CheckpointFiles(store, self._opened.checkpoint_id)
-        reads = self._record_reads(files, read_shape(store))
-        wants: list[Want | None] = []
-        with suppress(CorruptCheckpointError):
-            for record in large_of(self._wanted(plan, files)):
-                passing = reads.passing(record, [planner.resolve_tensor(item).detach() for item in record.items])
-                wants.append(want_of(record.number, *passing) if passing is not None else None)
-        return offer_of([want for want in wants if want is not None], self.sharing, store, self._opened)
+        traits = traits_of(store)
+        reads, records = self._record_reads(files, read_shape(traits)), self._records_of(files)
+        return self._node_reads.offer(records, plan, reads, planner, self._opened, traits, world_size)
 
     def are_stored_alike(self, fqns: Sequence[str]) -> bool:
         """Whether these stored tensors have the same values for certain: at one place, or by all their checksums."""
@@ -171,24 +167,27 @@ class StoreReader(StorageReader):
 
     def share_reads(self, share: NodeShare | None, rank: int) -> None:
         """Take part in ``share`` in the next ``read_data``, of the plan that was offered."""
-        self._share = (share, rank) if share is not None else None
+        if self._node_reads is not None:
+            self._node_reads.agree(share, rank)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and hand it its Python objects; file after file, in file order."""
         assert self._opened is not None, "read_metadata comes first"
         store = open_store(self._opened.checkpoint_id)
-        shape = read_shape(store)
+        shape = read_shape(traits_of(store))
         files = CheckpointFiles(store, self._opened.checkpoint_id)
-        reads = self._record_reads(files, shape)
-        wanted = self._wanted(plan, files)
-        self._grouped = None
+        reads, records = self._record_reads(files, shape), self._records_of(files)
+        wanted = records.by_file(plan)
+        records.forget()
         tasks = RecordTasks(planner, reads, files, shape)
+        shared: set[int] = set()
         try:
-            shared = self._read_shared(wanted, tasks, reads, shape)
+            if self._node_reads is not None:
+                shared = self._node_reads.fill(wanted, records, reads, tasks, shape)
             left_to_read = tasks.of(wanted, lambda record: bool(shared) and record.number in shared)
             with closing(finished(left_to_read, shape.num_in_flight)) as ended:
                 for loaded, nbytes in ended:
-                    self.nbytes_read += nbytes
+                    self._nbytes_read += nbytes
                     for count in loaded:
                         count()
         finally:
@@ -207,99 +206,11 @@ class StoreReader(StorageReader):
         tensors = self._metadata.state_dict_metadata
         return RecordReads(files, tensors, shape=shape, unchecked=self._opened.unchecked)
 
-    def _read_shared(
-        self, wanted: Mapping[str, Sequence[WantedRecord]], tasks: RecordTasks, reads: RecordReads, shape: ReadShape
-    ) -> set[int]:
-        """Read with the other ranks of this node what was agreed on; the entry numbers of what that has filled."""
-        agreed, self._share = self._share, None
-        if agreed is None or self.sharing is None or self._entries is None:
-            return set()
-        share, rank = agreed
-        entries = {number: self._entries[number] for number in {run.number for run in share.runs}}
-        targets: dict[int, Passing] = {}
-        loaded: dict[int, Loaded] = {}
-        for record in large_of(wanted):
-            number = record.number
-            if number in entries:
-                filled = tasks.targets(record)
-                passing = reads.passing(record, filled)
-                if passing is not None:
-                    count_as_changed(filled)
-                    targets[number] = Passing.of(*passing)
-                    loaded[number] = tasks.loaded(record, filled)
-        shared = SharedReads(
-            share, rank, self.sharing, lambda number, *place: reads.read_blocks(entries[number], *place), shape
-        )
-        try:
-            numbers = shared.fill(targets)
-        finally:
-            self.nbytes_read += shared.nbytes_read
-        for count in (count for number in numbers for count in loaded[number]):
-            count()
-        return set(numbers)
-
-    def _wanted(self, plan: LoadPlan, files: CheckpointFiles) -> dict[str, list[WantedRecord]]:
-        """By file, in the order of their places in it."""
-        if self._grouped is not None and self._grouped[0] is plan:
-            return self._grouped[1]
-        records = self._wanted_by_place(plan) if self._entries is None else self._wanted_entries(plan, files)
-        by_file: dict[str, list[WantedRecord]] = defaultdict(list)
-        for record in records:
-            by_file[record.key].append(record)
-        for of_file in by_file.values():
-            of_file.sort(key=lambda record: record.offset)
-        self._grouped = plan, by_file
-        return by_file
-
-    def _wanted_entries(self, plan: LoadPlan, files: CheckpointFiles) -> list[WantedRecord]:
-        """By the manifest, which belongs to this metadata: its digest says so."""
-        assert self._entries is not None
-        table, numbers = self._entries, self._numbers
-        items_of: dict[int, list[ReadItem]] = {}
-        for item in plan.items:
-            index = item.storage_index
-            number = numbers.get((index.fqn, index.offset), -1)
-            if number in items_of:
-                items_of[number].append(item)
-            else:
-                items_of[number] = [item]
-        files_of, offsets, sizes = table.files, table.column("payload_offset"), table.column("payload_nbytes")
-        records = []
-        for number, items in items_of.items():
-            if number < 0 or (table.dtypes[number] is None) != (items[0].type == LoadItemType.BYTE_IO):
-                info = self._info(items[0])
-                raise CorruptCheckpointError(
-                    "manifest and metadata disagree about this item",
-                    file=files.shown(info.relative_path),
-                    fqn=items[0].storage_index.fqn,
-                )
-            records.append(WantedRecord(files_of[number], offsets[number], sizes[number], items, None, table, number))
-        return records
-
-    def _wanted_by_place(self, plan: LoadPlan) -> list[WantedRecord]:
-        by_place: dict[tuple[str, int, int, str], list[ReadItem]] = defaultdict(list)
-        infos: dict[tuple[str, int, int, str], StorageInfo] = {}
-        for item in plan.items:
-            info = self._info(item)
-            place = info.relative_path, info.offset, info.length, item.storage_index.fqn
-            by_place[place].append(item)
-            infos[place] = info
-        return [
-            WantedRecord(info.relative_path, info.offset, info.length, by_place[place], info, None, -1)
-            for place, info in infos.items()
-        ]
-
-    def _info(self, item: ReadItem) -> StorageInfo:
-        assert self._metadata is not None
-        info = (self._metadata.storage_data or {}).get(item.storage_index)
-        # Damage may leave one without all its parts; a user's own writer may have put something else.
-        if not isinstance(info, StorageInfo) or not {"relative_path", "offset", "length"} <= vars(info).keys():
-            raise CorruptCheckpointError(
-                f"names no place for the chunk at {item.storage_index.offset}",
-                file=self._file(METADATA),
-                fqn=item.storage_index.fqn,
-            )
-        return info
+    def _records_of(self, files: CheckpointFiles) -> WantedRecords:
+        assert self._metadata is not None, "set_up_storage_reader comes first"
+        if self._records is None:
+            self._records = WantedRecords(self._metadata, self._entries, files)
+        return self._records
 
     def _file(self, key: str) -> str:
         location = self._opened.checkpoint_id if self._opened is not None else self.checkpoint_id

@@ -7,63 +7,37 @@ import functools
 import io
 import zipfile
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from ray_dcp.errors import CorruptCheckpointError
-from ray_dcp.format.checksums import crc32
+from ray_dcp.format.checksums import Check, crc32
 from ray_dcp.format.manifest import Entry, EntryTable
 from ray_dcp.format.metadata_file import decode_python
 from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.format.torch_record import find_payload
 from ray_dcp.format.zip_record import LOCAL_SIGNATURE, NotARecordError
-from ray_dcp.reads.boxes import read_box
 from ray_dcp.reads.checkpoint_files import MISSING, CheckpointFiles
-from ray_dcp.reads.chunk import (
-    Box,
+from ray_dcp.reads.engine import Lane
+from ray_dcp.reads.fill import (
+    TORCH_DTYPES,
     LargeRead,
-    StoredChunk,
+    box_of,
+    damaged,
     is_direct,
-    plain_rows,
     put_small,
     require_consistent,
+    require_right,
 )
-from ray_dcp.reads.engine import Lane, ReadShape
+from ray_dcp.reads.plan.record_read import Box, RecordRead, read_of_entry
+from ray_dcp.reads.plan.shape import ReadShape
+from ray_dcp.reads.wanted import WantedRecord
 from ray_dcp.torch_private import ExtensionRegistry, StorageInfo, StreamTransformExtension, narrow_tensor_by_index
 
 _FOLDER = 1 << 4
 """In the attributes of a zip entry."""
-
-
-_TORCH_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-
-
-class WantedRecord(NamedTuple):
-    """A record and what a rank wants of it; a tuple, since a rank may want tens of thousands."""
-
-    key: str
-    offset: int
-    """Of the bytes that hold the value: the payload where the manifest says where that is, else the whole record."""
-    nbytes: int
-    items: Sequence[ReadItem]
-    info: StorageInfo | None
-    """Where torch wrote the checkpoint."""
-    table: EntryTable | None
-    """Where the manifest says more: of each record, ..."""
-    number: int
-    """... of this one in this row; -1 where it does not."""
-
-    @property
-    def entry(self) -> Entry | None:
-        """What the manifest says, made anew each time."""
-        return None if self.table is None else self.table[self.number]
-
-    @property
-    def fqn(self) -> str:
-        return self.items[0].storage_index.fqn
 
 
 class RecordReads:
@@ -99,7 +73,8 @@ class RecordReads:
                 # Several times as quick as making a view of such a small tensor.
                 ctypes.memmove(targets[0].data_ptr(), address + at, record.nbytes)
             else:
-                raise self._chunk(table[record.number], _boxes(record, targets)).damaged(0, record.nbytes)
+                entry, shown = table[record.number], self._files.shown(record.key)
+                raise damaged(self._of_entry(entry, ()), shown, 0, record.nbytes)
         return python
 
     def _is_all_of(self, wanted: WantedRecord, table: EntryTable, targets: Sequence[torch.Tensor]) -> bool:
@@ -111,72 +86,67 @@ class RecordReads:
             and target.nbytes == wanted.nbytes
             and len(table.block_crcs[number]) == 1
             and not self._unchecked
-            and _TORCH_DTYPES.get(table.dtypes[number] or "") is target.dtype
+            and TORCH_DTYPES.get(table.dtypes[number] or "") is target.dtype
             and is_direct(target, target.dtype)
         )
 
     def _use_small(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: memoryview) -> None:
-        boxes = _boxes(wanted, targets)
         if wanted.table is not None:
-            chunk = self._chunk(wanted.table[wanted.number], boxes)
-            put_small(chunk, boxes, content)
+            put_small(
+                self._read_of(wanted.table[wanted.number], wanted, targets),
+                self._files.shown(wanted.key),
+                targets,
+                content,
+            )
             return
-        found = self._payload_of_torch(wanted, lambda offset, nbytes: bytes(content[offset : offset + nbytes]))
+        found = self._of_torch(wanted, targets, lambda offset, nbytes: bytes(content[offset : offset + nbytes]))
         if found is None:
             self._load_with_torch(wanted, targets, bytes(content))
             return
-        require_consistent(found, boxes)
         start = found.offset - wanted.offset
-        put_small(found, boxes, content[start : start + found.nbytes])
+        put_small(found, self._files.shown(wanted.key), targets, content[start : start + found.nbytes])
 
     def large_read(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> Callable[[Lane], int]:
         """What fills ``targets`` from the blocks that hold them, and returns how many bytes it read."""
         if wanted.table is None:
             return functools.partial(self._read_torch_record, wanted, targets)
-        boxes = _boxes(wanted, targets)
-        chunk = self._chunk(wanted.table[wanted.number], boxes)
-        direct = LargeRead.of(chunk, boxes, self._shape.unit_nbytes, self._shape.piece_nbytes)
-        if direct is None:
-            return functools.partial(self._read_boxes, wanted, chunk, boxes)
-        return functools.partial(self._run, direct, wanted)
+        return self._prepared(self._read_of(wanted.table[wanted.number], wanted, targets), targets)
 
-    def _run(self, direct: LargeRead, wanted: WantedRecord, lane: Lane) -> int:
+    def _prepared(self, read: RecordRead, targets: Sequence[torch.Tensor]) -> Callable[[Lane], int]:
+        return functools.partial(self._run, LargeRead(read, targets, self._shape, self._files.shown(read.key)))
+
+    def _run(self, large: LargeRead, lane: Lane) -> int:
+        read = large.read
         try:
-            return direct.run(lane.file(self._files, wanted.key), lane.memory)
+            return large.run(lane.file(self._files, read.key), lane.memory)
         except MISSING as error:
-            chunk = direct.chunk
-            raise self._files.damaged(error, wanted.key, wanted.fqn, chunk.offset, chunk.nbytes) from error
-
-    def _read_boxes(self, wanted: WantedRecord, chunk: StoredChunk, boxes: Sequence[Box], _: Lane) -> int:
-        get_verified = functools.partial(self._get_verified, wanted, chunk)
-        return sum(read_box(get_verified, chunk, box) for box in boxes)
+            raise self._files.damaged(error, read.key, read.fqn, read.offset, read.nbytes) from error
 
     def _read_torch_record(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], lane: Lane) -> int:
         """Where the payload lies only the record itself says."""
         get = functools.partial(self._files.get, wanted.key, wanted.fqn)
-        chunk = self._payload_of_torch(wanted, lambda offset, nbytes: get(wanted.offset + offset, nbytes))
-        if chunk is not None:
-            boxes = _boxes(wanted, targets)
-            require_consistent(chunk, boxes)
-            direct = LargeRead.of(chunk, boxes, self._shape.unit_nbytes, self._shape.piece_nbytes)
-            if direct is not None:
-                return self._run(direct, wanted, lane)
+        read = self._of_torch(wanted, targets, lambda offset, nbytes: get(wanted.offset + offset, nbytes))
+        if read is not None and not read.in_pieces:
+            return self._prepared(read, targets)(lane)
         content = get(wanted.offset, wanted.nbytes)
         self._load_with_torch(wanted, targets, content)
         return len(content)
 
-    def passing(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> tuple[StoredChunk, list[Box]] | None:
-        """Chunk and boxes, where bytes that pass in order can be put straight into ``targets``; else None."""
+    def passing(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> RecordRead | None:
+        """The read of a record whose bytes can be put straight into ``targets`` as they pass in order; else None."""
         if wanted.table is None:
             return None
-        boxes = _boxes(wanted, targets)
-        chunk = self._chunk(wanted.table[wanted.number], boxes)
-        return (chunk, boxes) if all(_is_in_rows(chunk, box) for box in boxes) else None
+        read = self._read_of(wanted.table[wanted.number], wanted, targets)
+        in_rows = all(
+            box.is_empty or (_is_in_order(target) and read.rows(box) is not None)
+            for box, target in zip(read.boxes, targets, strict=True)
+        )
+        return read if in_rows else None
 
     def read_blocks(self, entry: Entry, start: int, into: memoryview) -> None:
         """Fill ``into`` with what follows ``start`` in the payload of a tensor, checked; from block to block."""
         self._files.fill(entry.file, entry.fqn, entry.payload_offset + start, [into])
-        self._as_chunk(entry, torch.uint8, (entry.payload_nbytes,)).verify(into, start)
+        require_right(self._of_entry(entry, ()), self._files.shown(entry.file), into, start)
 
     def _checked_python(self, wanted: WantedRecord, content: memoryview) -> bytes:
         """The record of a Python object, as it was written."""
@@ -186,43 +156,43 @@ class RecordReads:
             self._verify_zip(record, wanted)
         elif len(record) > BLOCK_NBYTES or self._unchecked or table.block_crcs[wanted.number] != (crc32(record),):
             entry = table[wanted.number]
-            self._as_chunk(entry, torch.uint8, (entry.payload_nbytes,)).verify(content)
+            require_right(self._of_entry(entry, ()), self._files.shown(entry.file), content)
         return record
 
-    def _chunk(self, entry: Entry, boxes: Sequence[Box]) -> StoredChunk:
-        dtype = getattr(torch, entry.dtype or "", None)
-        if not isinstance(dtype, torch.dtype):
+    def _read_of(self, entry: Entry, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> RecordRead:
+        """What is read of a tensor that the manifest describes. Raises where that does not fit the metadata."""
+        dtype = TORCH_DTYPES.get(entry.dtype or "")
+        if dtype is None:
             file = self._files.shown(entry.file)
             raise CorruptCheckpointError(f"the manifest gives it the dtype {entry.dtype!r}", file=file, fqn=entry.fqn)
-        chunk = self._as_chunk(entry, dtype, tuple(entry.sizes or ()))
-        require_consistent(chunk, boxes)
-        return chunk
+        read = self._of_entry(entry, _boxes(wanted, targets, dtype))
+        require_consistent(read, self._files.shown(entry.file))
+        return read
 
-    def _as_chunk(self, entry: Entry, dtype: torch.dtype, sizes: tuple[int, ...]) -> StoredChunk:
-        crcs = None if self._unchecked else entry.block_crcs
-        file = self._files.shown(entry.file)
-        return StoredChunk(entry.fqn, file, entry.payload_offset, entry.payload_nbytes, dtype, sizes, crcs)
+    def _of_entry(self, entry: Entry, boxes: tuple[Box, ...]) -> RecordRead:
+        return read_of_entry(entry, boxes, unchecked=self._unchecked)
 
-    def _payload_of_torch(self, wanted: WantedRecord, read: Callable[[int, int], bytes]) -> StoredChunk | None:
+    def _of_torch(
+        self, wanted: WantedRecord, targets: Sequence[torch.Tensor], get: Callable[[int, int], bytes]
+    ) -> RecordRead | None:
+        """What is read of a tensor in a record of torch's; None where only torch can read it."""
         described = self._tensors.get(wanted.fqn)
         if (wanted.info and wanted.info.transform_descriptors) or not isinstance(described, TensorStorageMetadata):
             return None
+        dtype = described.properties.dtype
         try:
             sizes = _chunk_sizes(described, wanted.items[0].storage_index)
-            found = find_payload(read, wanted.nbytes, described.properties.dtype, sizes)
+            found = find_payload(get, wanted.nbytes, dtype, sizes)
         except NotARecordError as error:
             raise self._damaged(wanted, str(error)) from error
         if found is None:
             return None
-        return StoredChunk(
-            wanted.fqn, self._files.shown(wanted.key), wanted.offset + found.offset, found.nbytes,
-            described.properties.dtype, sizes, None, found.crc,
-        )  # fmt: skip
-
-    def _get_verified(self, wanted: WantedRecord, chunk: StoredChunk, start: int, nbytes: int) -> bytes:
-        content = self._files.get(wanted.key, chunk.fqn, chunk.offset + start, nbytes)
-        chunk.verify(memoryview(content), start)
-        return content
+        check = Check(found.nbytes, None) if found.crc is None else Check.of_whole(found.nbytes, found.crc)
+        offset, name = wanted.offset + found.offset, str(dtype).removeprefix("torch.")
+        boxes = _boxes(wanted, targets, dtype)
+        read = RecordRead(wanted.key, wanted.fqn, offset, found.nbytes, check, name, sizes, boxes)
+        require_consistent(read, self._files.shown(wanted.key))
+        return read
 
     def _load_with_torch(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: bytes) -> None:
         """For what torch alone can read: by the record's own zip CRCs, with its restricted unpickler."""
@@ -275,14 +245,14 @@ class RecordReads:
         )
 
 
-def _boxes(wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> list[Box]:
-    return [Box(tuple(item.storage_offsets), target) for item, target in zip(wanted.items, targets, strict=True)]
+def _boxes(wanted: WantedRecord, targets: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[Box, ...]:
+    return tuple(
+        [box_of(item.storage_offsets, target, dtype) for item, target in zip(wanted.items, targets, strict=True)]
+    )
 
 
-def _is_in_rows(chunk: StoredChunk, box: Box) -> bool:
-    target = box.target
-    in_order = target.layout == torch.strided and target.is_contiguous() and not (target.is_conj() or target.is_neg())
-    return not target.numel() or (in_order and plain_rows(chunk, box) is not None)
+def _is_in_order(target: torch.Tensor) -> bool:
+    return target.layout == torch.strided and target.is_contiguous() and not (target.is_conj() or target.is_neg())
 
 
 def _chunk_sizes(described: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:

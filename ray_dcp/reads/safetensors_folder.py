@@ -30,8 +30,8 @@ from ray_dcp.format.safetensors_header import Header, has_dtype, parse_json_obje
 from ray_dcp.planning.disjoint import overlapping
 from ray_dcp.planning.values.flat import NO_WORD
 from ray_dcp.store.location.urls import join_url
+from ray_dcp.store.parallel import in_parallel
 from ray_dcp.store.store import Store, StoredObject
-from ray_dcp.store.threads import in_parallel
 from ray_dcp.torch_private import StorageInfo
 
 SUFFIX = ".safetensors"

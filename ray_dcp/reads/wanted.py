@@ -1,153 +1,135 @@
-"""The reads that fill a planner's tensors and get it its Python objects, record after record."""
+"""From a plan's read items to the records that hold them, file by file.
+
+Where a manifest belongs to the metadata, it says where each payload lies and by what it is checked; else
+``.metadata`` says where each record lies, and the record itself the rest.
+"""
 
 from __future__ import annotations
 
-import functools
-import io
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-import torch
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ray_dcp.errors import CorruptCheckpointError
-from ray_dcp.format.names import BLOCK_NBYTES
+from ray_dcp.format.manifest import Entry, EntryTable
+from ray_dcp.format.names import METADATA
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
-from ray_dcp.reads.engine import Lane, ReadShape, Task, batches, read_run, runs
-from ray_dcp.reads.record_reads import RecordReads, WantedRecord
-
-Loaded = list[Callable[[], None]]
-"""What is to be done once a read has ended."""
+from ray_dcp.reads.plan.shape import is_small
+from ray_dcp.torch_private import StorageInfo
 
 
-class NamedBytes(io.BytesIO):
-    """A stored Python object on its way to the planner; ``name`` is its file, as opened files have it."""
+class WantedRecord(NamedTuple):
+    """A record and what a rank wants of it; a tuple, since a rank may want tens of thousands."""
 
-    def __init__(self, content: bytes, name: str) -> None:
-        super().__init__(content)
-        self.name = name
+    key: str
+    offset: int
+    """Of the bytes that hold the value: the payload where the manifest says where that is, else the whole record."""
+    nbytes: int
+    items: Sequence[ReadItem]
+    info: StorageInfo | None
+    """Where torch wrote the checkpoint."""
+    table: EntryTable | None
+    """Where the manifest says more: of each record, ..."""
+    number: int
+    """... of this one in this row; -1 where it does not."""
 
+    @property
+    def entry(self) -> Entry | None:
+        """What the manifest says, made anew each time."""
+        return None if self.table is None else self.table[self.number]
 
-class KeepsRecords(LoadPlanner):
-    """A planner that takes Python objects as they are stored, to decode them all later."""
+    @property
+    def fqn(self) -> str:
+        return self.items[0].storage_index.fqn
 
-    @abstractmethod
-    def keep_record(self, item: ReadItem, record: bytes, file: str) -> None:
-        """Take the checked record of ``item``; ``file`` names its file in messages."""
-
-
-class RecordTasks:
-    """For one planner. ``nbytes_loaded`` counts what it has been given."""
-
-    def __init__(self, planner: LoadPlanner, reads: RecordReads, files: CheckpointFiles, shape: ReadShape) -> None:
-        self._planner = planner
-        self._keeps = planner if isinstance(planner, KeepsRecords) else None
-        self._reads = reads
-        self._files = files
-        self._shape = shape
-        self.nbytes_loaded = 0
-
-    def of(
-        self, wanted: Mapping[str, Sequence[WantedRecord]], is_done: Callable[[WantedRecord], bool]
-    ) -> Iterator[Task[Loaded]]:
-        """File after file; in each the large records that are not done, then the small ones.
-
-        The planner is asked for a tensor when its read is the next, as torch does it: it may make one each time. Only
-        one that gives the memory of the state itself is asked for several.
-        """
-        in_place = getattr(self._planner, "resolves_in_place", False) is True
-        for records in wanted.values():
-            small = [record for record in records if is_small(record)]
-            large = [] if len(small) == len(records) else [r for r in records if not is_small(r) and not is_done(r)]
-            for batch in batches(large, self._shape.batch_nbytes if in_place else 0):
-                yield self._large(batch)
-            for run in runs(small, self._shape):
-                yield self._run(run)
-
-    def targets(self, record: WantedRecord) -> list[torch.Tensor]:
-        """What the planner gives to fill from a record, one for each of its items."""
-        return [self._target(item, record.key) for item in record.items]
-
-    def loaded(self, record: WantedRecord, targets: Sequence[torch.Tensor]) -> Loaded:
-        return [functools.partial(self._commit, *pair) for pair in zip(record.items, targets, strict=True)]
-
-    def _large(self, batch: Sequence[WantedRecord]) -> Task[Loaded]:
-        """The reads of several records, one after the other, made ready beforehand; see ``LargeRead``."""
-        reads: list[Callable[[Lane], int]] = []
-        loaded: Loaded = []
-        filled: list[torch.Tensor] = []
-        for record in batch:
-            targets = self.targets(record)
-            filled += targets
-            reads.append(self._reads.large_read(record, targets))
-            loaded += self.loaded(record, targets)
-        count_as_changed(filled)
-        return Task(lambda lane: sum([read(lane) for read in reads]), loaded)
-
-    def _run(self, run: Sequence[WantedRecord]) -> Task[Loaded]:
-        """One read of several small records that lie close together."""
-        targets_of = [None if record.items[0].type == LoadItemType.BYTE_IO else self.targets(record) for record in run]
-        count_as_changed([target for targets in targets_of if targets is not None for target in targets])
-        python: list[bytes] = []
-
-        def use(held: memoryview, address: int) -> None:
-            python.extend(self._reads.use_run(run, targets_of, held, address))
-
-        loaded = functools.partial(self._run_loaded, run, targets_of, python)
-        return Task(functools.partial(read_run, self._files, run, use), [loaded])
-
-    def _run_loaded(
-        self,
-        run: Sequence[WantedRecord],
-        targets_of: Sequence[Sequence[torch.Tensor] | None],
-        python: Sequence[bytes],
-    ) -> None:
-        """Tell the planner of all records of a run, in their order."""
-        shown = self._files.shown(run[0].key)
-        records = iter(python)
-        for wanted, targets in zip(run, targets_of, strict=True):
-            if targets is None:
-                self._load_python(wanted.items, next(records), shown)
-            else:
-                for item, target in zip(wanted.items, targets, strict=True):
-                    self._commit(item, target)
-
-    def _target(self, item: ReadItem, key: str) -> torch.Tensor:
-        target: Any = self._planner.resolve_tensor(item).detach()
-        if target.shape != item.lengths and tuple(target.shape) != tuple(item.lengths):
-            raise CorruptCheckpointError(
-                f"the planner gives a tensor of shape {tuple(target.shape)} for a read of {tuple(item.lengths)}",
-                file=self._files.shown(key),
-                fqn=item.dest_index.fqn,
-            )
-        return target
-
-    def _commit(self, item: ReadItem, target: torch.Tensor) -> None:
-        self._planner.commit_tensor(item, target)
-        self.nbytes_loaded += target.nbytes
-
-    def _load_python(self, items: Sequence[ReadItem], record: bytes, shown: str) -> None:
-        self.nbytes_loaded += len(record)
-        for item in items:
-            if self._keeps is not None:
-                self._keeps.keep_record(item, record, shown)
-            else:
-                self._planner.load_bytes(item, NamedBytes(record, shown))
-
-
-def count_as_changed(tensors: Sequence[torch.Tensor]) -> None:
-    """Have autograd know that ``tensors`` are written to: torch does not see it, since their memory is filled directly.
-
-    A backward pass through what was computed from the old values then raises, as after every other change in place.
-    """
-    torch.autograd.graph.increment_version(tensors)
-
-
-def is_small(record: WantedRecord) -> bool:
-    """Whether it is read whole, together with its neighbours: Python objects always are."""
-    return record.nbytes <= BLOCK_NBYTES or record.items[0].type == LoadItemType.BYTE_IO
+    @property
+    def is_small(self) -> bool:
+        """Whether it is read whole, together with its neighbours."""
+        return is_small(self.nbytes, is_tensor=self.items[0].type != LoadItemType.BYTE_IO)
 
 
 def large_of(wanted: Mapping[str, Sequence[WantedRecord]]) -> Iterator[WantedRecord]:
-    return (record for records in wanted.values() for record in records if not is_small(record))
+    return (record for records in wanted.values() for record in records if not record.is_small)
+
+
+class WantedRecords:
+    """What plans want of one checkpoint. ``entries`` is its manifest, where it has one."""
+
+    def __init__(self, metadata: Metadata, entries: EntryTable | None, files: CheckpointFiles) -> None:
+        self.entries = entries
+        self._metadata = metadata
+        self._files = files
+        self._grouped: tuple[LoadPlan, dict[str, list[WantedRecord]]] | None = None
+        """The plan that was last looked at."""
+        self._numbers: dict[tuple[str, tuple[int, ...] | None], int] = {}
+        if entries is not None:
+            chunks = zip(entries.column("fqn"), entries.column("offsets"), strict=True)
+            self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
+
+    def by_file(self, plan: LoadPlan) -> dict[str, list[WantedRecord]]:
+        """The records that ``plan`` wants of each file, in the order of their places in it."""
+        if self._grouped is not None and self._grouped[0] is plan:
+            return self._grouped[1]
+        records = self._by_place(plan) if self.entries is None else self._by_entry(plan, self.entries)
+        by_file: dict[str, list[WantedRecord]] = defaultdict(list)
+        for record in records:
+            by_file[record.key].append(record)
+        for of_file in by_file.values():
+            of_file.sort(key=lambda record: record.offset)
+        self._grouped = plan, by_file
+        return by_file
+
+    def forget(self) -> None:
+        """Keep nothing of the plan that was last looked at."""
+        self._grouped = None
+
+    def _by_entry(self, plan: LoadPlan, table: EntryTable) -> list[WantedRecord]:
+        """By the manifest, which belongs to this metadata: its digest says so."""
+        numbers = self._numbers
+        items_of: dict[int, list[ReadItem]] = {}
+        for item in plan.items:
+            index = item.storage_index
+            number = numbers.get((index.fqn, index.offset), -1)
+            if number in items_of:
+                items_of[number].append(item)
+            else:
+                items_of[number] = [item]
+        files_of, offsets, sizes = table.files, table.column("payload_offset"), table.column("payload_nbytes")
+        records = []
+        for number, items in items_of.items():
+            if number < 0 or (table.dtypes[number] is None) != (items[0].type == LoadItemType.BYTE_IO):
+                info = self._info(items[0])
+                raise CorruptCheckpointError(
+                    "manifest and metadata disagree about this item",
+                    file=self._files.shown(info.relative_path),
+                    fqn=items[0].storage_index.fqn,
+                )
+            records.append(WantedRecord(files_of[number], offsets[number], sizes[number], items, None, table, number))
+        return records
+
+    def _by_place(self, plan: LoadPlan) -> list[WantedRecord]:
+        by_place: dict[tuple[str, int, int, str], list[ReadItem]] = defaultdict(list)
+        infos: dict[tuple[str, int, int, str], StorageInfo] = {}
+        for item in plan.items:
+            info = self._info(item)
+            place = info.relative_path, info.offset, info.length, item.storage_index.fqn
+            by_place[place].append(item)
+            infos[place] = info
+        return [
+            WantedRecord(info.relative_path, info.offset, info.length, by_place[place], info, None, -1)
+            for place, info in infos.items()
+        ]
+
+    def _info(self, item: ReadItem) -> StorageInfo:
+        info = (self._metadata.storage_data or {}).get(item.storage_index)
+        # Damage may leave one without all its parts; a user's own writer may have put something else.
+        if not isinstance(info, StorageInfo) or not {"relative_path", "offset", "length"} <= vars(info).keys():
+            raise CorruptCheckpointError(
+                f"names no place for the chunk at {item.storage_index.offset}",
+                file=self._files.shown(METADATA),
+                fqn=item.storage_index.fqn,
+            )
+        return info

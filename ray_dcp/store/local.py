@@ -16,7 +16,7 @@ from ray_dcp.progress import advance
 from ray_dcp.store.durable import Writeback, close_durably, fsync_folder, make_folder, preallocate, write_fully
 from ray_dcp.store.location.urls import require_key, require_prefix
 from ray_dcp.store.reading import Fill
-from ray_dcp.store.store import ObjectWriter, Store, StoredObject
+from ray_dcp.store.store import ObjectWriter, Store, StoredObject, StoreTraits
 from ray_dcp.store.translate import as_store_error, require_range, store_errors
 
 _TEMPORARY = re.compile(r"\.ray_dcp_[0-9a-f]{32}\.tmp")
@@ -31,6 +31,8 @@ class LocalStore:
 
     A folder exists while it holds something: the last ``delete`` in it removes it too, though never the root.
     """
+
+    traits = StoreTraits(page_cache=True, folders=True, renames=True)
 
     def __init__(self, root: str | os.PathLike[str], *, sync_files: bool = True) -> None:
         # Absolute, so that it means the same after chdir and, pickled, in another process.
@@ -143,6 +145,30 @@ class LocalStore:
         """Whether a folder is a symbolic link."""
         return os.path.islink(self._path(require_prefix(prefix, url=self.url)))
 
+    def link_target(self, prefix: str) -> str:
+        """See ``FolderStore``."""
+        with store_errors("follow", url=self.url, key=prefix):
+            return os.readlink(self._path(require_prefix(prefix, url=self.url)))
+
+    def is_there(self, prefix: str) -> bool:
+        """See ``FolderStore``."""
+        return os.path.exists(self._path(require_prefix(prefix, url=self.url)))
+
+    def real_url(self) -> str:
+        """See ``FolderStore``."""
+        return os.path.realpath(self.url)
+
+    def rename(self, key: str, new_key: str) -> None:
+        """See ``RenamingStore``."""
+        old, new = (self._path(require_key(one, url=self.url)) for one in (key, new_key))
+        with store_errors("rename", url=self.url, key=new_key):
+            os.rename(old, new)
+            self._sync_folder(os.path.dirname(new))
+
+    def without_sync(self) -> LocalStore:
+        """The same store, which leaves it to the operating system when files reach the disk."""
+        return LocalStore(self.url, sync_files=False)
+
     def _path(self, key: str) -> str:
         return os.path.join(self.url, key) if key else self.url
 
@@ -241,8 +267,9 @@ class LocalStore:
 
 
 def without_sync(store: Store) -> Store:
-    """The same store, which leaves it to the operating system when files reach the disk; others sync nothing anyway."""
-    return LocalStore(store.url, sync_files=False) if type(store) is LocalStore else store
+    """The same store without waiting for disks, where it has such a form; others wait for none anyway."""
+    own: Callable[[], Store] | None = getattr(store, "without_sync", None)
+    return store if own is None else own()
 
 
 class _FileWriter:

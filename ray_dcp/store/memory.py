@@ -9,7 +9,7 @@ from typing import Any
 from ray_dcp.errors import NotAFolderError, StoreError
 from ray_dcp.progress import advance
 from ray_dcp.store.location.urls import require_key, require_prefix
-from ray_dcp.store.store import ObjectWriter, StoredObject, chunk_bytes
+from ray_dcp.store.store import ObjectWriter, StoredObject, StoreTraits, chunk_bytes
 from ray_dcp.store.translate import require_range, store_errors
 
 
@@ -19,6 +19,8 @@ class MemoryStore:
     It calls fsspec without Arrow's streams between: those open a file by handing every reader the one
     stored object with its one position, and create a file before they fill it.
     """
+
+    traits = StoreTraits(page_cache=True)
 
     def __init__(self, url: str) -> None:
         # Not on import: the command line can list a local folder without fsspec.

@@ -19,7 +19,7 @@ from ray_dcp.progress import advance
 from ray_dcp.settings import VARIABLE_PREFIX, count_from, require_count, require_seconds, seconds_from
 from ray_dcp.store.location.urls import require_key, shown_url
 from ray_dcp.store.reading import get_into
-from ray_dcp.store.store import ObjectWriter, Store, StoredObject, chunk_bytes, exists
+from ray_dcp.store.store import ObjectWriter, Store, StoredObject, chunk_bytes, exists, traits_of
 from ray_dcp.store.translate import is_transient
 
 _logger = logging.getLogger("ray_dcp.storage")
@@ -85,6 +85,8 @@ class RetryStore:
         self._spool_nbytes = spool_nbytes
         self._lock = threading.Lock()
         self.url = inner.url
+        # The methods of these two are not passed on.
+        self.traits = dataclasses.replace(traits_of(inner), folders=False, renames=False)
         self.num_retries = 0
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from ray_dcp.errors import ObjectNotFoundError
 
@@ -19,6 +19,24 @@ class StoredObject:
     nbytes: int
     modified: float
     """Seconds since the epoch; 0.0 where the backend does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTraits:
+    """What kind of store a store is: how it is best read, and what it offers beyond ``Store``.
+
+    Wrong ones about reading cost time and never values. A store of your own sets what is true of it.
+    """
+
+    page_cache: bool = False
+    """Whether reads are copies out of this machine's memory, as those of a mounted file system are: then they are
+    short and few at a time, so that what is read is checked while the CPU's cache has it."""
+    request_nbytes: int = 16 << 20
+    """How many bytes one read had best ask for where ``page_cache`` is False."""
+    folders: bool = False
+    """Whether it is a ``FolderStore``: folders exist by themselves, and so does what dead processes leave in them."""
+    renames: bool = False
+    """Whether it is a ``RenamingStore``."""
 
 
 class ObjectWriter(Protocol):
@@ -48,7 +66,8 @@ class Store(Protocol):
     Keys are relative, use ``/``, and never leave the root, save for a leading ``../`` that names a
     sibling checkpoint in ``get`` (an item may point at another checkpoint's file). Implementations do
     not retry; that is a wrapper's job. Every failure is a ``StoreError`` or a subclass of it.
-    Instances may be used from several threads and survive pickling.
+    Instances may be used from several threads and survive pickling. A store without ``traits`` has the defaults of
+    ``StoreTraits``; a wrapper passes on those of the store within.
     """
 
     url: str
@@ -113,7 +132,6 @@ def exists(store: Store, key: str) -> bool:
     return True
 
 
-@runtime_checkable
 class FolderStore(Protocol):
     """A store on a file system: its folders exist by themselves, and it puts an object by renaming a temporary file.
 
@@ -132,6 +150,45 @@ class FolderStore(Protocol):
     def is_link(self, prefix: str) -> bool:
         """Whether the folder ``prefix`` is a symbolic link: what it shows lies in another folder."""
         ...
+
+    def link_target(self, prefix: str) -> str:
+        """Where the symbolic link ``prefix`` leads, as it says itself."""
+        ...
+
+    def is_there(self, prefix: str) -> bool:
+        """Whether something lies at ``prefix``, an empty folder too. A link that leads nowhere is not something."""
+        ...
+
+    def real_url(self) -> str:
+        """The root as one name for all that lead to it: links are followed."""
+        ...
+
+
+class RenamingStore(Store, Protocol):
+    """A store that gives an object another name without a copy."""
+
+    def rename(self, key: str, new_key: str) -> None:
+        """Move an object in one step, over another one that has that key; durable when it returns."""
+        ...
+
+
+def traits_of(store: Store) -> StoreTraits:
+    """What kind of store ``store`` is, as it says itself."""
+    traits: StoreTraits = getattr(store, "traits", _DEFAULT_TRAITS)
+    return traits
+
+
+def as_folders(store: Store) -> FolderStore | None:
+    """``store`` where it is a ``FolderStore``, by its traits."""
+    return cast(FolderStore, store) if traits_of(store).folders else None
+
+
+def as_renaming(store: Store) -> RenamingStore | None:
+    """``store`` where it is a ``RenamingStore``, by its traits."""
+    return cast(RenamingStore, store) if traits_of(store).renames else None
+
+
+_DEFAULT_TRAITS = StoreTraits()
 
 
 def chunk_bytes(chunk: bytes | bytearray | memoryview) -> memoryview:

@@ -55,8 +55,18 @@ def test_wrong_usage_is_code_two(capsys, arguments):
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["--help", "list {root}", "show {root}/step-1", "prune {root}",
-                                     "verify {root}/step-1", "copy {root}/step-1 {root}/step-2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--help",
+        "list {root}",
+        "show {root}/step-1",
+        "show --plan {root}/step-1",
+        "prune {root}",
+        "verify {root}/step-1",
+        "copy {root}/step-1 {root}/step-2",
+    ],
+)
 def test_neither_ray_nor_torch_is_imported(tmp_path, command):
     save({"weight": torch.ones(4), "step": 1, "odd": {1, 2}}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     script = """if True:

@@ -151,3 +151,34 @@ def test_what_is_damaged_unsafe_or_newer_is_code_five(tmp_path, capsys, damage):
     assert printed.err.startswith("ray-dcp: ")
     assert printed.err.count("\n") == 1
     assert "Traceback" not in printed.err
+
+
+def test_a_plan_says_what_a_load_would_read(checkpoint, capsys):
+    assert main(["show", checkpoint, "--plan", "--ranks", "2"]) == 0
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # Rows 0-2 are of rank 0, rows 3-4 of rank 1; the scalar and the Python object are everybody's.
+    assert ["0", "2", "3", "536", "B", "152", "B"] in words
+    assert ["1", "__3_0_ab.distcp", "1", "16", "B", "64-80"] in words
+
+
+def test_a_plan_is_of_one_rank_unless_more_are_asked_for(checkpoint, capsys):
+    assert main(["show", checkpoint, "--plan", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    (rank,) = planned["ranks"]
+    assert [file["file"] for file in rank["files"]] == ["__0_0_ab.distcp", "__1_0_ab.distcp", "__3_0_ab.distcp"]
+    assert rank["nbytes_wanted"] == 80 + 4 + 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--ranks", "2"], "goes with --plan"), (["--plan", "--ranks", "0"], "1 or more")],
+)
+def test_ranks_without_a_plan_or_none_at_all_are_refused(checkpoint, capsys, arguments, told):
+    assert main(["show", checkpoint, *arguments]) != 0
+    assert told in capsys.readouterr().err
+
+
+def test_without_a_manifest_there_is_no_plan(tmp_path, capsys):
+    open_store(tmp_path).put(METADATA, b"m")
+    assert main(["show", str(tmp_path), "--plan"]) != 0
+    assert "has no manifest" in capsys.readouterr().err

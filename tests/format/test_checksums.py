@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_dcp.format.checksums import block_crcs, combined_crc, crc32, crc_of_blocks
+from ray_dcp.format.checksums import Check, RunningCheck, block_crcs, combined_crc, crc32, crc_of_blocks
 from ray_dcp.format.names import BLOCK_NBYTES
 
 SIZES = [0, 1, 100, BLOCK_NBYTES - 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 2 * BLOCK_NBYTES, 3 * BLOCK_NBYTES + 17]
@@ -47,3 +48,37 @@ def test_the_crc_of_more_than_four_gib_comes_from_its_blocks():
         doubled, length = combined_crc(doubled, crcs[0], BLOCK_NBYTES), length + BLOCK_NBYTES
     assert crc_of_blocks(crcs, nbytes) == combined_crc(doubled, crcs[-1], 3)
     assert rest == crc_of_blocks([crcs[0], crcs[-1]], BLOCK_NBYTES + 3)
+
+
+@given(st.binary(min_size=1, max_size=60), st.integers(1, 20), st.lists(st.integers(0, 59)), st.integers(0, 59))
+def test_damage_is_found_in_its_block_however_the_bytes_pass(content, block_nbytes, cuts, at):
+    blocks = [content[start : start + block_nbytes] for start in range(0, len(content), block_nbytes)]
+    by_blocks = Check(len(content), tuple(map(zlib.crc32, blocks)), block_nbytes)
+    assert by_blocks.is_complete
+    assert not Check(len(content), by_blocks.crcs[1:], block_nbytes).is_complete
+    assert [(start, nbytes) for start, nbytes, _ in by_blocks.blocks()] == [
+        (number * block_nbytes, len(block)) for number, block in enumerate(blocks)
+    ]
+    at %= len(content)
+    damaged = bytearray(content)
+    damaged[at] ^= 1
+    start = at // block_nbytes * block_nbytes
+    places = {by_blocks: (start, min(block_nbytes, len(content) - start)), Check(len(content), None): None,
+              Check.of_whole(len(content), zlib.crc32(content)): (0, len(content))}  # fmt: skip
+    bounds = sorted({0, len(content), *(cut % len(content) for cut in cuts)})
+    for check, place in places.items():
+        for stored, found in ((content, None), (damaged, place)):
+            passing = RunningCheck(check)
+            seen = [passing.damage(memoryview(stored)[a:b], a) for a, b in itertools.pairwise(bounds)]
+            assert next(filter(None, seen), None) == found
+            assert check.damage(memoryview(stored)) == found
+
+
+def test_a_part_is_checked_from_block_to_block():
+    content = random.Random(0).randbytes(100)
+    check = Check(100, tuple(zlib.crc32(content[at : at + 16]) for at in range(0, 100, 16)), 16)
+    assert check.damage(memoryview(content)[32:64], 32) is None
+    assert check.damage(memoryview(content)[96:], 96) is None
+    assert check.damage(memoryview(content)[32:64], 16) == (16, 16)
+    assert check.needs_all is False
+    assert Check.of_whole(100, 0).needs_all

@@ -47,7 +47,7 @@ from ray_dcp.protocol.rank.load import LoadRequest, default_load_planner, load
 from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import Limits
-from ray_dcp.store import threads
+from ray_dcp.store import parallel
 from ray_dcp.store.open import register_scheme
 from ray_dcp.store.store import ObjectWriter, StoredObject
 from ray_dcp.write.writer import StoreWriter
@@ -230,12 +230,12 @@ def wait_for_some(futures: Iterable[Future[Any]], return_when: str) -> types.Sim
 @contextmanager
 def reading_in_fibers() -> Iterator[None]:
     """Within the block what is read in several threads is read in fibers."""
-    before = threads.ThreadPoolExecutor, threads.wait
-    threads.ThreadPoolExecutor, threads.wait = ReadingPool, wait_for_some
+    before = parallel.ThreadPoolExecutor, parallel.wait
+    parallel.ThreadPoolExecutor, parallel.wait = ReadingPool, wait_for_some
     try:
         yield
     finally:
-        threads.ThreadPoolExecutor, threads.wait = before
+        parallel.ThreadPoolExecutor, parallel.wait = before
 
 
 def pause_here(place: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -10,16 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_dcp as dcp
-import ray_dcp.reads.boxes
+import ray_dcp.reads.plan.record_read
 from ray_dcp import LocalShards
 from ray_dcp.errors import CorruptCheckpointError
-from ray_dcp.format.manifest import Entry
+from ray_dcp.format.checksums import Check
+from ray_dcp.format.manifest import Entry, as_table
 from ray_dcp.format.names import BLOCK_NBYTES
-from ray_dcp.reads.boxes import read_box
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
-from ray_dcp.reads.chunk import Box, StoredChunk
-from ray_dcp.reads.engine import read_shape
+from ray_dcp.reads.engine import Lane
+from ray_dcp.reads.fill import LargeRead, box_of
+from ray_dcp.reads.plan.record_read import RecordRead
+from ray_dcp.reads.plan.shape import read_shape
 from ray_dcp.reads.record_reads import RecordReads
+from ray_dcp.reads.wanted import WantedRecord
+from ray_dcp.store.local import LocalStore
 from ray_dcp.store.memory import MemoryStore
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import DTYPES, same_bits
@@ -41,8 +46,13 @@ def entry_of(tensor: torch.Tensor, block_nbytes: int = BLOCK_NBYTES) -> Entry:
     )
 
 
-def chunk_of(tensor: torch.Tensor) -> StoredChunk:
-    return StoredChunk("t", "f", 0, tensor.nbytes, tensor.dtype, tuple(tensor.shape), None)
+def read_box(payload: Payload, tensor: torch.Tensor, offsets, target: torch.Tensor) -> int:
+    """Read a box piece by piece, as one that is not rows; how many bytes it took."""
+    check = Check(tensor.nbytes, None, payload.block_nbytes)
+    box = dataclasses.replace(box_of(offsets, target, tensor.dtype), is_direct=False)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    read = RecordRead("f", "t", 0, tensor.nbytes, check, dtype, tuple(tensor.shape), (box,))
+    return LargeRead(read, [target], read_shape(MemoryStore.traits), "c/f").run(payload.fill, Lane().memory)
 
 
 def sliced(tensor, offsets, lengths):
@@ -54,15 +64,17 @@ class Payload:
 
     def __init__(self, tensor: torch.Tensor, block_nbytes: int) -> None:
         self._content = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
-        self._block_nbytes = block_nbytes
+        self.block_nbytes = block_nbytes
         self.asked: list[int] = []
 
-    def get_verified(self, start, nbytes):
-        assert start % self._block_nbytes == 0
+    def fill(self, start, buffers):
+        (buffer,) = buffers
+        nbytes = len(buffer)
+        assert start % self.block_nbytes == 0
         assert start + nbytes <= len(self._content)
-        assert nbytes % self._block_nbytes == 0 or start + nbytes == len(self._content)
+        assert nbytes % self.block_nbytes == 0 or start + nbytes == len(self._content)
         self.asked.append(nbytes)
-        return self._content[start : start + nbytes]
+        buffer[:] = self._content[start : start + nbytes]
 
 
 @st.composite
@@ -85,9 +97,8 @@ def test_any_box_of_any_shape_equals_slicing(case, dtype, blocks_a_piece, transp
     block_nbytes = 16
     payload = Payload(tensor, block_nbytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_dcp.reads.boxes, "BLOCK_NBYTES", block_nbytes)
-        patch.setattr(ray_dcp.reads.boxes, "PIECE_NBYTES", blocks_a_piece * block_nbytes)
-        nbytes = read_box(payload.get_verified, chunk_of(tensor), Box(tuple(offsets), target))
+        patch.setattr(ray_dcp.reads.plan.record_read, "BOX_NBYTES", blocks_a_piece * block_nbytes)
+        nbytes = read_box(payload, tensor, offsets, target)
     assert same_bits(target, sliced(tensor, offsets, lengths))
     assert nbytes == sum(payload.asked)
     row = max(shape[-1], 1) * dtype.itemsize if shape else dtype.itemsize
@@ -97,14 +108,14 @@ def test_any_box_of_any_shape_equals_slicing(case, dtype, blocks_a_piece, transp
 def test_a_box_that_wants_nothing_reads_nothing():
     tensor = torch.arange(12.0).reshape(3, 4)
     payload = Payload(tensor, BLOCK_NBYTES)
-    assert read_box(payload.get_verified, chunk_of(tensor), Box((1, 1), torch.empty(0, 2))) == 0
+    assert read_box(payload, tensor, (1, 1), torch.empty(0, 2)) == 0
     assert payload.asked == []
 
 
 def test_a_conversion_happens_on_the_way():
     tensor = torch.tensor([1.5, 2.5, 300.0])
     target = torch.zeros(2, dtype=torch.int64)
-    read_box(Payload(tensor, BLOCK_NBYTES).get_verified, chunk_of(tensor), Box((1,), target))
+    read_box(Payload(tensor, BLOCK_NBYTES), tensor, (1,), target)
     assert target.tolist() == [2, 300]
 
 
@@ -130,9 +141,11 @@ def test_an_entry_that_does_not_fit_the_metadata_is_refused_and_nothing_is_fille
     target = torch.full((1, 4), 7.0)
     entry = dataclasses.replace(entry_of(tensor), **wrong)
     store = MemoryStore("memory://box")
-    reads = RecordReads(CheckpointFiles(store, "c"), {}, shape=read_shape(store), unchecked=False)
+    reads = RecordReads(CheckpointFiles(store, "c"), {}, shape=read_shape(store.traits), unchecked=False)
+    item = types.SimpleNamespace(storage_offsets=torch.Size((2, 0)))
+    wanted = WantedRecord("f", 0, entry.payload_nbytes, [item], None, as_table([entry]), 0)
     with pytest.raises(CorruptCheckpointError, match=words) as caught:
-        reads._chunk(entry, [Box((2, 0), target)])
+        reads.large_read(wanted, [target])
     assert caught.value.file == "c/f"
     assert bool((target == 7).all())
 
@@ -141,14 +154,14 @@ def test_a_large_chunk_is_read_in_pieces_of_bounded_size(tmp_path, monkeypatch):
     values = torch.arange(3 * 2**20, dtype=torch.int32).reshape(3, 1024, 1024)  # rows of 4 blocks
     dcp.save({"w": values}, checkpoint_id=tmp_path, no_dist=True)
     asked = []
-    get_verified = RecordReads._get_verified
+    get_into = LocalStore._read_into
 
-    def recording(self, wanted, chunk, start, nbytes):
-        asked.append(nbytes)
-        return get_verified(self, wanted, chunk, start, nbytes)
+    def recording(self, key, descriptor, offset, buffers):
+        asked.append(sum(map(len, buffers)))
+        get_into(self, key, descriptor, offset, buffers)
 
-    monkeypatch.setattr(RecordReads, "_get_verified", recording)
-    monkeypatch.setattr(ray_dcp.reads.boxes, "PIECE_NBYTES", 2 * BLOCK_NBYTES)
+    monkeypatch.setattr(LocalStore, "_read_into", recording)
+    monkeypatch.setattr(ray_dcp.reads.plan.record_read, "BOX_NBYTES", 2 * BLOCK_NBYTES)
     offsets, lengths = (1, 100, 7), (2, 900, 600)
     template = {"w": LocalShards(values.shape, {offsets: torch.zeros(lengths, dtype=torch.int32)})}
     report = dcp.load(template, checkpoint_id=tmp_path, no_dist=True)

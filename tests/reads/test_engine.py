@@ -19,9 +19,13 @@ from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.progress import Progress, StoppedError, advance, working
 from ray_dcp.reads import reader
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
-from ray_dcp.reads.engine import Lane, ReadShape, Task, batches, finished, read_run, read_shape, runs
+from ray_dcp.reads.engine import Lane, Task, finished, read_run
+from ray_dcp.reads.plan.shape import ReadShape, batches, read_shape, runs
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.memory import MemoryStore
+from ray_dcp.store.parallel import ParallelStore
+from ray_dcp.store.retry import RetryStore
+from ray_dcp.store.store import StoreTraits, as_folders, as_renaming, traits_of
 
 
 @dataclass(frozen=True)
@@ -103,14 +107,25 @@ class TestReadRun:
 
 
 def test_a_local_store_is_read_block_by_block_and_a_bucket_with_requests_in_flight(tmp_path):
-    assert read_shape(LocalStore(tmp_path)).unit_nbytes < read_shape(object()).unit_nbytes
-    assert read_shape(object()).num_in_flight > 1
+    bucket = read_shape(traits_of(object()))
+    assert read_shape(traits_of(LocalStore(tmp_path))).unit_nbytes < bucket.unit_nbytes
+    assert bucket.num_in_flight > 1
+
+
+def test_a_store_says_itself_how_it_is_read(tmp_path):
+    class Mounted(MemoryStore):
+        traits = StoreTraits(request_nbytes=5 << 20)
+
+    assert read_shape(traits_of(Mounted("memory://m"))).unit_nbytes == 5 << 20
+    wrapped = ParallelStore(RetryStore(LocalStore(tmp_path)))
+    assert read_shape(traits_of(wrapped)) == read_shape(traits_of(LocalStore(tmp_path)))
+    assert (as_folders(wrapped), as_renaming(wrapped)) == (None, None), "it does not have their methods"
 
 
 @pytest.mark.parametrize("num_cpus", [1, 2, 7, 8, 16, 64])
-def test_threads_that_read_a_gibibyte_all_find_something_to_do(tmp_path, monkeypatch, num_cpus):
+def test_threads_that_read_a_gibibyte_all_find_something_to_do(monkeypatch, num_cpus):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cpus)))
-    shape = read_shape(LocalStore(tmp_path))
+    shape = read_shape(LocalStore.traits)
     parts = [Piece(n << 23, 1 << 23) for n in range(128)]
     assert len(list(batches(parts, shape.batch_nbytes))) >= 4 * shape.num_in_flight or shape.num_in_flight == 1
 

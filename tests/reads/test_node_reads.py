@@ -12,16 +12,20 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ray_dcp.format.checksums import Check
 from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.planning.node_sharing import ShareOffer, ShareRules, pack_wants, plan_shares, windows_of
 from ray_dcp.progress import Progress, advance, working
-from ray_dcp.reads.chunk import Box, LargeRead, StoredChunk, plain_rows
-from ray_dcp.reads.engine import Lane, ReadShape
+from ray_dcp.reads.engine import Lane
+from ray_dcp.reads.fill import LargeRead, box_of
+from ray_dcp.reads.plan.record_read import RecordRead
+from ray_dcp.reads.plan.shape import ReadShape
 from ray_dcp.reads.sharing.node_reads import Passing, SharedReads, share_rules, want_of
 from ray_dcp.reads.sharing.segment import SEGMENT_PREFIX, NodeMemory
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.memory import MemoryStore
 from ray_dcp.store.parallel import ParallelStore
+from ray_dcp.store.store import StoreTraits, traits_of
 
 NUM_MEMBERS = 4
 SIZES = ((1500, 1000), (5000, 1001), (1300, 4 * 251))
@@ -48,9 +52,7 @@ class Scene:
         self.lock = threading.Lock()
         self.reads = Counter()
         self.num_reads = Counter()
-        wants = [
-            want_of(number, chunk_of(record), self._boxes(0)[number]) for number, record in enumerate(self.records)
-        ]
+        wants = [want_of(number, read_of(record, self._boxes(0)[number])) for number, record in enumerate(self.records)]
         rules = ShareRules(min_repeats=3, rank_nbytes=BLOCK_NBYTES)
         offers = [ShareOffer("node", 1 << 40, "token", rules, pack_wants(wants))] * NUM_MEMBERS
         self.share = plan_shares(offers)[0]
@@ -63,7 +65,7 @@ class Scene:
             first, end = (record.shape[1] * part // NUM_MEMBERS for part in (slot, slot + 1))
             target = torch.full((record.shape[0], end - first), UNTOUCHED, dtype=torch.int16)
             self.targets[slot, number] = target, record[:, first:end]
-            boxes.append([Box((0, first), target)])
+            boxes.append([((0, first), target)])
         return boxes
 
     def at_read(self, slot, count):
@@ -95,7 +97,7 @@ class Scene:
                 super().take(piece, content)
 
         boxes = self._boxes(slot)
-        targets = {n: Watched.of(chunk_of(record), boxes[n]) for n, record in enumerate(self.records)}
+        targets = {n: passing(record, boxes[n], Watched) for n, record in enumerate(self.records)}
         shared = SharedReads(self.share, slot, self.sharing, read, self.shape)
         try:
             return shared.fill(targets)
@@ -118,8 +120,15 @@ class Scene:
         assert os.listdir(self.sharing.folder) == []
 
 
-def chunk_of(record):
-    return StoredChunk("w", "file", 0, record.nbytes, record.dtype, tuple(record.shape), None)
+def read_of(record, wanted):
+    """What is read of a record for ``wanted``, pairs of offsets and target."""
+    boxes = tuple(box_of(offsets, target, record.dtype) for offsets, target in wanted)
+    dtype = str(record.dtype).removeprefix("torch.")
+    return RecordRead("file", "w", 0, record.nbytes, Check(record.nbytes, None), dtype, tuple(record.shape), boxes)
+
+
+def passing(record, wanted, kind=Passing):
+    return kind.of(read_of(record, wanted), [target for _, target in wanted])
 
 
 EVERYTHING = [0, 1, 2]
@@ -251,7 +260,7 @@ def boxes(draw):
     for _ in range(draw(st.integers(1, 3))):
         offsets = [draw(st.integers(0, size - 1)) for size in sizes]
         lengths = [draw(st.integers(1, size - offset)) for size, offset in zip(sizes, offsets, strict=True)]
-        chosen.append(Box(tuple(offsets), torch.zeros(lengths, dtype=torch.int16)))
+        chosen.append((tuple(offsets), torch.zeros(lengths, dtype=torch.int16)))
     return sizes, chosen
 
 
@@ -259,22 +268,22 @@ def boxes(draw):
 @given(drawn=boxes())
 def test_a_rank_wants_just_the_blocks_that_it_would_read(drawn):
     sizes, wanted = drawn
-    chunk = StoredChunk("w", "file", 0, 2 * torch.Size(sizes).numel(), torch.int16, sizes, None)
+    read = read_of(torch.empty(sizes, dtype=torch.int16), wanted)
     direct = set()
 
     def note(offset, buffers):
         direct.update(range(offset // BLOCK_NBYTES, -(-(offset + len(buffers[0])) // BLOCK_NBYTES)))
 
-    assume(all(plain_rows(chunk, box) is not None for box in wanted))
-    LargeRead.of(chunk, wanted, BLOCK_NBYTES, BLOCK_NBYTES).run(note, Lane().memory)
-    want = want_of(5, chunk, wanted)
+    assume(not read.in_pieces)
+    LargeRead(read, [target for _, target in wanted], SHAPE, "c/file").run(note, Lane().memory)
+    want = want_of(5, read)
     is_one_run = direct == set(range(min(direct), max(direct) + 1))
     if want is not None:
-        assert (want.number, want.nbytes) == (5, chunk.nbytes)
+        assert (want.number, want.nbytes) == (5, read.nbytes)
         assert set(range(want.first, want.end)) == direct
     elif is_one_run:
         # Rows so wide apart that whole blocks lie between them, which other rows then fill: rare, and read as ever.
-        assert any(box.target.shape != chunk.sizes for box in wanted)
+        assert any(target.shape != sizes for _, target in wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float64], ids=str)
@@ -282,20 +291,20 @@ def test_a_rank_wants_just_the_blocks_that_it_would_read(drawn):
 def test_bytes_that_pass_are_converted_as_a_copy_does(dtype, as_dtype):
     stored = (torch.arange(2 * BLOCK_NBYTES // dtype.itemsize) % 999).to(dtype).view(64, -1)
     target = torch.zeros((64, 100), dtype=as_dtype)
-    chunk = chunk_of(stored)
-    passing = Passing.of(chunk, [Box((0, 77), target), Box((3, 0), torch.empty(0, 5, dtype=dtype))])
-    share = plan_shares([ShareOffer("n", 1 << 30, "t", ShareRules(2, 2 * BLOCK_NBYTES),
-                                    pack_wants([want_of(0, chunk, [Box((0, 77), target)])]))] * 2)[0]  # fmt: skip
+    taken = passing(stored, [((0, 77), target), ((3, 0), torch.empty(0, 5, dtype=dtype))])
+    packed = pack_wants([want_of(0, read_of(stored, [((0, 77), target)]))])
+    share = plan_shares([ShareOffer("n", 1 << 30, "t", ShareRules(2, 2 * BLOCK_NBYTES), packed)] * 2)[0]
     (window,) = windows_of(share)
     content = stored.view(torch.uint8).flatten()
     for piece in window:
-        assert passing.touches(piece)
-        passing.take(piece, content[piece.start : piece.end])
+        assert taken.touches(piece)
+        taken.take(piece, content[piece.start : piece.end])
     assert torch.equal(target, stored[:, 77:177].to(as_dtype))
 
 
 def test_what_is_near_is_shared_by_three_and_what_is_far_by_two(tmp_path):
-    local = share_rules(LocalStore(tmp_path))
-    assert local == share_rules(MemoryStore("memory://m"))
+    local = share_rules(LocalStore.traits)
+    assert local == share_rules(MemoryStore.traits)
     assert 2 < local.min_repeats <= 3
-    assert share_rules(ParallelStore(LocalStore(tmp_path))).min_repeats < 2
+    assert share_rules(traits_of(ParallelStore(LocalStore(tmp_path)))) == local
+    assert share_rules(StoreTraits()).min_repeats < 2

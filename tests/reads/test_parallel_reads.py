@@ -14,7 +14,7 @@ import ray_dcp as dcp
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.reads import reader
-from ray_dcp.reads.engine import ReadShape
+from ray_dcp.reads.plan.shape import ReadShape
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.reads.damaged import Checkpoint
 from tests.shardings import differences, state, templates

@@ -10,7 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.reads.rows import put_elements, rows_of, spans
+from ray_dcp.reads.fill import RowsTarget
+from ray_dcp.reads.plan.rows import rows_of, spans
 
 
 @st.composite
@@ -69,7 +70,7 @@ def test_elements_that_pass_in_any_pieces_end_where_slicing_has_them(case, cuts,
     inner = target[1:-1, 1:-1]
     bounds = sorted({0, total, *(cut % (total + 1) for cut in cuts)})
     for start, end in itertools.pairwise(bounds):
-        put_elements(rows, inner, payload[in_front + start : in_front + end], start)
+        RowsTarget(rows, inner).take(payload[in_front + start : in_front + end], start)
     assert torch.equal(inner.reshape(-1), sliced(*case).reshape(-1) + in_front)
     assert int((target == -1).sum()) == target.numel() - inner.numel()
 
@@ -83,7 +84,7 @@ def test_elements_that_did_not_pass_are_not_touched(case, a, b):
     total = math.prod(case[0])
     start, end = sorted((a % (total + 1), b % (total + 1)))
     target = torch.full((rows.num, rows.width), -1)
-    put_elements(rows, target, torch.arange(total)[start:end], start)
+    RowsTarget(rows, target).take(torch.arange(total)[start:end], start)
     wanted = sliced(*case).reshape(-1)
     passed = (wanted >= start) & (wanted < end)
     assert torch.equal(target.reshape(-1), torch.where(passed, wanted, -1))

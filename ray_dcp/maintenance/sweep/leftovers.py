@@ -20,7 +20,7 @@ from ray_dcp.errors import CorruptCheckpointError, FormatVersionError, StoreErro
 from ray_dcp.format.manifest import belongs_to, decode_facts, decode_manifest, metadata_digest
 from ray_dcp.format.names import MANIFEST, METADATA, parse_shard_file, parse_step_folder, shard_files_named_in
 from ray_dcp.store.location.urls import join_url
-from ray_dcp.store.store import FolderStore, Store, StoredObject, get_or_none
+from ray_dcp.store.store import Store, StoredObject, as_folders, get_or_none
 
 _NO_ATTEMPT = ""
 _ATTEMPT_IN_METADATA = re.compile(rb"[0-9a-f]{24}")
@@ -59,7 +59,8 @@ class UnneededFiles:
 
 def list_own_folders(store: Store) -> list[str]:
     """The folders of a root, without links: under their names the files of other folders show."""
-    return [name for name in store.list_folders() if not (isinstance(store, FolderStore) and store.is_link(name))]
+    folders = as_folders(store)
+    return [name for name in store.list_folders() if folders is None or not folders.is_link(name)]
 
 
 def look_at(store: Store, names: Sequence[str]) -> list[FoundFolder]:
@@ -72,7 +73,8 @@ def look_at(store: Store, names: Sequence[str]) -> list[FoundFolder]:
 def list_folder(store: Store, name: str) -> FoundFolder:
     """The files of a folder."""
     try:
-        temporaries = store.list_temporaries(name) if isinstance(store, FolderStore) else ()
+        folders = as_folders(store)
+        temporaries = folders.list_temporaries(name) if folders is not None else ()
         return FoundFolder(name, store.list(name), temporaries)
     except StoreError as error:
         return FoundFolder(name, (), (), unreadable=str(error))

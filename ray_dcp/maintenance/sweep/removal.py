@@ -26,7 +26,7 @@ from ray_dcp.maintenance.sweep.leftovers import (
     look_at,
 )
 from ray_dcp.store.open import open_store
-from ray_dcp.store.store import FolderStore, Store, get_or_none
+from ray_dcp.store.store import Store, as_folders, get_or_none
 
 GRACE_S = 3600.0
 """How long nothing of an attempt must have changed before it counts as failed: longer than any save pauses between
@@ -237,9 +237,10 @@ def _delete_in(store: Store, planned: FolderLeftovers) -> SweepReport:
             deleted.append(leftover)
         except StoreError as error:
             failed.append(FailedDelete(leftover.key, str(error)))
-    if not keys and isinstance(store, FolderStore):
+    folders = as_folders(store)
+    if not keys and folders is not None:
         try:
-            store.delete_empty_folder(planned.folder)
+            folders.delete_empty_folder(planned.folder)
         except StoreError as error:
             failed.append(FailedDelete(planned.folder, str(error)))
     return SweepReport([one.key for one in deleted], sum(one.nbytes for one in deleted), changed, failed)

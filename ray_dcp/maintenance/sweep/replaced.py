@@ -21,7 +21,7 @@ from ray_dcp.format.names import METADATA, attempt_order, parse_shard_file
 from ray_dcp.maintenance.sweep.leftovers import FoundFolder, list_folder, list_own_folders, look_at
 from ray_dcp.maintenance.sweep.removal import FolderLeftovers, Leftover, SweepPlan
 from ray_dcp.store.open import open_store
-from ray_dcp.store.store import FolderStore, Store, StoredObject, get_or_none
+from ray_dcp.store.store import Store, StoredObject, as_folders, get_or_none
 
 _MAX_SIBLINGS = 2000
 """Beside more folders than this nothing is removed behind a save: each would have to be looked at."""
@@ -44,7 +44,8 @@ def plan_replaced(
         store = open_store(root)
     except ConfigError:
         return nothing  # the checkpoint is a whole bucket: there is no root above it
-    if isinstance(store, FolderStore) and store.is_link(folder):
+    folders = as_folders(store)
+    if folders is not None and folders.is_link(folder):
         return nothing  # others may refer to its files by its real name
     if len(_by_attempt(list_folder(store, folder))) < 2:
         return nothing  # nearly always, and then nothing has been read

@@ -6,7 +6,6 @@ Only small files and listings are read here. Torch is needed only where no manif
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import random
 import re
@@ -24,9 +23,9 @@ from ray_dcp.errors import (
     StoreError,
     UnsafeDataError,
 )
+from ray_dcp.format.checksums import Check
 from ray_dcp.format.manifest import Entry, Manifest, belongs_to, decode_manifest
 from ray_dcp.format.names import (
-    BLOCK_NBYTES,
     MANIFEST,
     METADATA,
     PAYLOAD_ALIGNMENT,
@@ -217,7 +216,7 @@ def _entry_problem(entry: Entry) -> str:
         return "the manifest gives its record no place"
     if entry.payload_nbytes and not entry.record_offset <= entry.payload_offset <= payload_end <= record_end:
         return "the manifest places its payload outside of its record"
-    if len(entry.block_crcs) != math.ceil(entry.payload_nbytes / BLOCK_NBYTES):
+    if not Check(entry.payload_nbytes, entry.block_crcs).is_complete:
         return f"the manifest has {len(entry.block_crcs)} block checksums for {entry.payload_nbytes} bytes"
     return ""
 

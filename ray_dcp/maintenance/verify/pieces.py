@@ -16,10 +16,10 @@ from ray_dcp.errors import ObjectNotFoundError, ObjectTooShortError
 from ray_dcp.format.checksums import crc32
 from ray_dcp.maintenance.verify.findings import Fault, FilePlan, Item, Unchecked
 from ray_dcp.maintenance.verify.record_check import InspectedRecord, Span, inspect_record
+from ray_dcp.store.parallel import in_parallel
 from ray_dcp.store.ranges import joined
 from ray_dcp.store.reading import get_into
 from ray_dcp.store.store import Store
-from ray_dcp.store.threads import in_parallel
 
 READ_NBYTES = 16 << 20
 NUM_READERS = 4

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ray_dcp.format.checksums import crc32, crc_of_blocks
+from ray_dcp.format.checksums import Check, crc32, crc_of_blocks
 from ray_dcp.format.manifest import Entry
-from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.format.zip_record import END, LOCAL_SIGNATURE, PAYLOAD, NotARecordError, RecordEntry, read_entries
 from ray_dcp.maintenance.verify.findings import Fault, Item, Unchecked
 from ray_dcp.maintenance.verify.zip_check import find_zip_problems
@@ -60,9 +59,12 @@ class InspectedRecord:
 
     def spans(self) -> Iterator[Span]:
         """Everything that has a checksum, in the order of the file."""
-        item = self.item
-        if item.entry is not None:
-            yield from _blocks(item, item.entry)
+        item, listed = self.item, self.item.entry
+        if listed is not None:
+            many = len(listed.block_crcs) > 1
+            for number, (start, nbytes, crc) in enumerate(Check(listed.payload_nbytes, listed.block_crcs).blocks()):
+                name = f"block {number} of its payload" if many else "its payload"
+                yield Span(item, listed.payload_offset + start, nbytes, crc, name)
         for entry in self.entries:
             yield Span(item, item.start + entry.offset, entry.nbytes, entry.crc, f"the zip entry {entry.name}")
 
@@ -112,14 +114,6 @@ class _Remembered:
         content = self._read(start, nbytes)
         self.ranges.append((start, content))
         return content
-
-
-def _blocks(item: Item, entry: Entry) -> Iterator[Span]:
-    end = entry.payload_offset + entry.payload_nbytes
-    for number, crc in enumerate(entry.block_crcs):
-        start = entry.payload_offset + number * BLOCK_NBYTES
-        name = f"block {number} of its payload" if len(entry.block_crcs) > 1 else "its payload"
-        yield Span(item, start, min(BLOCK_NBYTES, end - start), crc, name)
 
 
 def _listed_faults(item: Item, entry: Entry, read: Read) -> list[Fault]:

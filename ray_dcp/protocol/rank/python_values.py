@@ -23,7 +23,7 @@ from ray_dcp.planning.template.template_planner import TemplatePlanner
 from ray_dcp.progress import Progress
 from ray_dcp.protocol.rank.plugin_progress import CountingPlanner
 from ray_dcp.reads.reader import StoreReader
-from ray_dcp.reads.wanted import KeepsRecords, NamedBytes
+from ray_dcp.reads.tasks import KeepsRecords, NamedBytes
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.wording import joined
 

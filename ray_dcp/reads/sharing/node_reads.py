@@ -10,7 +10,7 @@ import functools
 import logging
 import uuid
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -31,14 +31,13 @@ from ray_dcp.planning.node_sharing import (
 )
 from ray_dcp.progress import advance
 from ray_dcp.reads.checkpoint import OpenedCheckpoint
-from ray_dcp.reads.chunk import Box, StoredChunk, plain_rows
-from ray_dcp.reads.engine import Lane, ReadShape, Task, finished
-from ray_dcp.reads.rows import Rows, put_elements
+from ray_dcp.reads.engine import Lane, Task, finished
+from ray_dcp.reads.fill import TORCH_DTYPES, RowsTarget
+from ray_dcp.reads.plan.record_read import RecordRead
+from ray_dcp.reads.plan.shape import ReadShape
 from ray_dcp.reads.sharing.segment import Counter, NodeMemory, SharedSegment, remove_stale
-from ray_dcp.store.local import LocalStore
-from ray_dcp.store.memory import MemoryStore
 from ray_dcp.store.ranges import joined
-from ray_dcp.store.store import Store
+from ray_dcp.store.store import StoreTraits
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +45,16 @@ ReadBlocks = Callable[[int, int, memoryview], None]
 """(number of an entry, start in its payload, buffer): fill it with checked bytes from there on; whole blocks."""
 
 
-def share_rules(store: Store) -> ShareRules:
+def share_rules(traits: StoreTraits) -> ShareRules:
     """Two ranks read a local file each from the page cache sooner than they exchange it."""
-    if isinstance(store, LocalStore | MemoryStore):
+    if traits.page_cache:
         return ShareRules(min_repeats=3, rank_nbytes=4 * BLOCK_NBYTES)
     return ShareRules(min_repeats=1.5, rank_nbytes=16 * BLOCK_NBYTES)
 
 
-def offer_of(wants: Sequence[Want], sharing: NodeMemory, store: Store, opened: OpenedCheckpoint) -> ShareOffer | None:
+def offer_of(
+    wants: Sequence[Want], sharing: NodeMemory, rules: ShareRules, opened: OpenedCheckpoint
+) -> ShareOffer | None:
     """What a rank offers that has ``opened`` a checkpoint; None where it can share memory with nobody."""
     memory = sharing.memory()
     if memory is None:
@@ -63,46 +64,47 @@ def offer_of(wants: Sequence[Want], sharing: NodeMemory, store: Store, opened: O
         f"{memory}:{opened.checkpoint_id}:{crc32(opened.manifest or b''):08x}",
         sharing.free_nbytes(),
         uuid.uuid4().hex,
-        share_rules(store),
+        rules,
         pack_wants(wants),
     )
 
 
-def want_of(number: int, chunk: StoredChunk, boxes: Iterable[Box]) -> Want | None:
-    """The blocks of a chunk that ``boxes`` need; None where they are not one run."""
-    unit = BLOCK_NBYTES // chunk.dtype.itemsize
-    of_boxes = [rows for box in boxes if (rows := plain_rows(chunk, box)) is not None]
+def want_of(number: int, read: RecordRead) -> Want | None:
+    """The blocks that the boxes of a read need; None where they are not one run."""
+    unit = BLOCK_NBYTES // read.itemsize
+    of_boxes = [rows for box in read.boxes if (rows := read.rows(box)) is not None]
     # Gaps of a block or more between two rows are not read.
     if not of_boxes or any(rows.num > 1 and rows.stride - rows.width >= unit for rows in of_boxes):
         return None
     runs = sorted((rows.first // unit, -(-rows.end // unit)) for rows in of_boxes)
     (first, end, _), *others = joined(runs, lambda run: run)
-    return None if others else Want(number, chunk.nbytes, first, end)
+    return None if others else Want(number, read.nbytes, first, end)
 
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """What is taken of a chunk whose bytes pass in a segment."""
+    """What is taken of a record whose bytes pass in a segment."""
 
     dtype: torch.dtype
-    rows: Sequence[tuple[Rows, torch.Tensor]]
-    """And what they go to, of shape (number of rows, width)."""
+    rows: Sequence[RowsTarget]
 
     @classmethod
-    def of(cls, chunk: StoredChunk, boxes: Iterable[Box]) -> Passing:
-        """Targets of ``boxes`` are contiguous; they may be of another dtype, or on another device."""
-        rows = [(rows, box.target.view(rows.num, rows.width)) for box in boxes if (rows := plain_rows(chunk, box))]
-        return cls(chunk.dtype, rows)
+    def of(cls, read: RecordRead, targets: Sequence[torch.Tensor]) -> Passing:
+        """Targets, one for each box, are contiguous; they may be of another dtype, or on another device."""
+        pairs = [(rows, target) for box, target in zip(read.boxes, targets, strict=True) if (rows := read.rows(box))]
+        return cls(
+            TORCH_DTYPES[read.dtype], [RowsTarget(rows, into.view(rows.num, rows.width)) for rows, into in pairs]
+        )
 
     def touches(self, piece: ReadShare) -> bool:
         """Whether something of ``piece`` may be wanted."""
         size = self.dtype.itemsize
-        return any(rows.first * size < piece.end and piece.start < rows.end * size for rows, _ in self.rows)
+        return any(one.rows.first * size < piece.end and piece.start < one.rows.end * size for one in self.rows)
 
     def take(self, piece: ReadShare, content: torch.Tensor) -> None:
         """``content``: the piece's bytes, flat uint8."""
-        for rows, target in self.rows:
-            put_elements(rows, target, content.view(self.dtype), piece.start // self.dtype.itemsize)
+        for one in self.rows:
+            one.take(content.view(self.dtype), piece.start // self.dtype.itemsize)
 
 
 class SharedReads:
@@ -167,9 +169,10 @@ class SharedReads:
         """Read and check this member's pieces, and say so."""
         start = number % NUM_HALVES * self._share.window_nbytes
         tasks = []
+        unit_nbytes = max(self._shape.unit_nbytes, BLOCK_NBYTES)  # each is checked by itself
         for piece in window:
-            for at in range(0, piece.nbytes, self._shape.unit_nbytes) if piece.slot == self._slot else ():
-                nbytes = min(self._shape.unit_nbytes, piece.nbytes - at)
+            for at in range(0, piece.nbytes, unit_nbytes) if piece.slot == self._slot else ():
+                nbytes = min(unit_nbytes, piece.nbytes - at)
                 read = functools.partial(self._read_part, piece, at, segment.part(start + piece.at + at, nbytes))
                 tasks.append(Task(read, None))
         with closing(finished(tasks, self._shape.num_in_flight)) as ended:

@@ -17,7 +17,7 @@ from ray_dcp.progress import PROGRESS_NBYTES, advance
 from ray_dcp.store.bucket.upload_stream import StreamWriter
 from ray_dcp.store.location.urls import require_key, require_prefix, shown_url
 from ray_dcp.store.ranges import BufferedRange, split_range
-from ray_dcp.store.store import ObjectWriter, StoredObject
+from ray_dcp.store.store import ObjectWriter, StoredObject, StoreTraits
 from ray_dcp.store.translate import is_transient, require_range, store_errors
 
 _OBJECT_STORES = ("s3", "gcs")
@@ -39,6 +39,8 @@ class ArrowStore:
 
     ``uploads`` is the filesystem for objects that go up in parts; ``filesystem`` by default.
     """
+
+    traits = StoreTraits()
 
     def __init__(
         self, filesystem: FileSystem, base: str, *, url: str, uploads: FileSystem | None = None, max_parallel: int = 8

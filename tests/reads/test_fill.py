@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.errors import CorruptCheckpointError
-from ray_dcp.reads import chunk as module
-from ray_dcp.reads.chunk import Box, LargeRead, StoredChunk, is_direct, plain_rows, put_small
+from ray_dcp.format.checksums import Check
 from ray_dcp.reads.engine import Lane
-from ray_dcp.reads.rows import rows_of
+from ray_dcp.reads.fill import LargeRead, box_of, is_direct, put_small
+from ray_dcp.reads.plan.record_read import RecordRead
+from ray_dcp.reads.plan.rows import rows_of
+from ray_dcp.reads.plan.shape import ReadShape
 from tests.shardings import DTYPES, same_bits
 
 IN_FRONT = 24
@@ -35,17 +37,33 @@ def sliced(tensor, offsets, lengths):
 
 
 class File:
-    """A payload in a file, its chunk, and what was read of it."""
+    """A payload in a file, by what it is checked, and what was read of it."""
 
     def __init__(self, tensor: torch.Tensor, checked_by: str, block_nbytes: int) -> None:
         self.payload = bytearray(payload_of(tensor))
         self.read: list[tuple[int, int]] = []
         blocks = [self.payload[at : at + block_nbytes] for at in range(0, len(self.payload), block_nbytes)]
-        self.chunk = StoredChunk(
-            "t", "c/f", IN_FRONT, tensor.nbytes, tensor.dtype, tuple(tensor.shape),
-            tuple(map(zlib.crc32, blocks)) if checked_by == "blocks" else None,
-            zlib.crc32(self.payload) if checked_by == "whole" else None,
-        )  # fmt: skip
+        self.tensor = tensor
+        self.check = {
+            "blocks": Check(tensor.nbytes, tuple(map(zlib.crc32, blocks)), block_nbytes),
+            "whole": Check.of_whole(tensor.nbytes, zlib.crc32(self.payload)),
+            "nothing": Check(tensor.nbytes, None, block_nbytes),
+        }[checked_by]
+
+    def read_of(self, wanted):
+        """What is read of it for ``wanted``, pairs of offsets and target."""
+        tensor, dtype = self.tensor, str(self.tensor.dtype).removeprefix("torch.")
+        boxes = tuple(box_of(offsets, target, tensor.dtype) for offsets, target in wanted)
+        return RecordRead("f", "t", IN_FRONT, tensor.nbytes, self.check, dtype, tuple(tensor.shape), boxes)
+
+    def fill_all(self, wanted, unit_nbytes, piece_nbytes):
+        """Read all of ``wanted``; how many bytes it took."""
+        shape = shape_of(unit_nbytes, piece_nbytes)
+        large = LargeRead(self.read_of(wanted), [target for _, target in wanted], shape, "c/f")
+        return large.run(self.fill, Lane().memory)
+
+    def put_small(self, wanted, content):
+        put_small(self.read_of(wanted), "c/f", [target for _, target in wanted], content)
 
     def fill(self, offset, buffers):
         (buffer,) = buffers
@@ -55,11 +73,10 @@ class File:
         buffer[:] = self.payload[at : at + len(buffer)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK_NBYTES", 64)
-        yield
+def shape_of(unit_nbytes, piece_nbytes):
+    return ReadShape(
+        unit_nbytes=unit_nbytes, piece_nbytes=piece_nbytes, run_nbytes=0, max_gap_nbytes=0, num_in_flight=1
+    )
 
 
 @st.composite
@@ -85,25 +102,27 @@ CHECKED_BY = ("blocks", "whole", "nothing")
     reads(),
     st.sampled_from(DTYPES),
     st.sampled_from(CHECKED_BY),
-    st.sampled_from([1, 2, 5, 64]),
+    st.sampled_from([32, 64, 128, 320, 4096]),
     st.sampled_from(PIECES),
 )
-def test_any_boxes_are_read_as_slicing_has_them_and_nothing_else_is_touched(case, dtype, checked_by, num_blocks, piece):
+def test_any_boxes_are_read_as_slicing_has_them_and_nothing_else_is_touched(case, dtype, checked_by, unit, piece):
     sizes, wanted = case
     tensor = values(sizes, dtype)
     file = File(tensor, checked_by, 64)
     around = [torch.full((torch.Size(lengths).numel() + 2,), 1).to(dtype) for _, lengths in wanted]
     before = [payload_of(one) for one in around]
     targets = [one[1:-1].view(lengths) for one, (_, lengths) in zip(around, wanted, strict=True)]
-    boxes = [Box(offsets, target) for (offsets, _), target in zip(wanted, targets, strict=True)]
-    nbytes = LargeRead.of(file.chunk, boxes, num_blocks * 64, piece).run(file.fill, Lane().memory)
+    pairs = [(offsets, target) for (offsets, _), target in zip(wanted, targets, strict=True)]
+    nbytes = file.fill_all(pairs, unit, piece)
+    ranges = file.read_of(pairs).ranges(shape_of(unit, piece))
+    assert [(a - IN_FRONT, b - IN_FRONT) for a, b in ranges] == file.read, "what is read is what the plan says"
     assert all(same_bits(t, sliced(tensor, *box)) for t, box in zip(targets, wanted, strict=True))
     for one, was in zip(around, before, strict=True):
         assert payload_of(one)[: dtype.itemsize] == was[: dtype.itemsize]
         assert payload_of(one)[-dtype.itemsize :] == was[-dtype.itemsize :]
     assert nbytes == sum(end - start for start, end in file.read)
-    assert all(end - start <= max(piece, num_blocks * 64) for start, end in file.read)
-    if piece % 64 == 0:
+    assert all(end - start <= max(piece, unit) for start, end in file.read)
+    if piece % 64 == 0 and unit % 64 == 0:
         assert all(start % 64 == 0 for start, _ in file.read)
 
 
@@ -122,9 +141,8 @@ def test_small_payloads_are_put_as_slicing_has_them(data, dtype, checked_by, tra
         else torch.full(lengths, 1).to(kind)
         for _, lengths in wanted
     ]
-    put_small(
-        file.chunk,
-        [Box(offsets, target) for (offsets, _), target in zip(wanted, targets, strict=True)],
+    file.put_small(
+        [(offsets, target) for (offsets, _), target in zip(wanted, targets, strict=True)],
         memoryview(bytearray(b"x") + file.payload)[1:],  # where it lies in a run, it need not be aligned
     )
     expected = [sliced(tensor, *box).to(kind) for box in wanted]
@@ -139,12 +157,12 @@ def test_a_flipped_byte_in_any_block_is_found_and_its_block_named(dtype, piece):
         file = File(tensor, "blocks", 64)
         file.payload[at] ^= 4
         with pytest.raises(CorruptCheckpointError) as caught:
-            LargeRead.of(file.chunk, [Box((0, 0), torch.zeros_like(tensor))], 128, piece).run(file.fill, Lane().memory)
+            file.fill_all([((0, 0), torch.zeros_like(tensor))], 128, piece)
         start = at // 64 * 64
         assert (caught.value.fqn, caught.value.file) == ("t", "c/f")
         assert (caught.value.offset, caught.value.nbytes) == (IN_FRONT + start, min(64, tensor.nbytes - start))
         with pytest.raises(CorruptCheckpointError) as caught:
-            put_small(file.chunk, [Box((0, 0), torch.zeros_like(tensor))], memoryview(file.payload))
+            file.put_small([((0, 0), torch.zeros_like(tensor))], memoryview(file.payload))
         assert caught.value.offset == IN_FRONT + start
 
 
@@ -156,7 +174,7 @@ def test_a_flipped_byte_anywhere_is_found_where_only_the_whole_is_checked(box):
         file = File(tensor, "whole", 64)
         file.payload[at] ^= 128
         with pytest.raises(CorruptCheckpointError) as caught:
-            LargeRead.of(file.chunk, [Box(offsets, torch.zeros(lengths))], 128, 32).run(file.fill, Lane().memory)
+            file.fill_all([(offsets, torch.zeros(lengths))], 128, 32)
         assert (caught.value.offset, caught.value.nbytes) == (IN_FRONT, tensor.nbytes)
 
 
@@ -164,7 +182,7 @@ def test_a_block_that_no_box_needs_is_not_read():
     tensor = values((8, 64), torch.float32)  # four blocks a row
     file = File(tensor, "blocks", 64)
     target = torch.full((8, 3), float("nan"))
-    nbytes = LargeRead.of(file.chunk, [Box((0, 20), target)], 64, 32).run(file.fill, Lane().memory)
+    nbytes = file.fill_all([((0, 20), target)], 64, 32)
     assert same_bits(target, tensor[:, 20:23].contiguous())
     assert nbytes == 8 * 64
 
@@ -190,14 +208,13 @@ def test_a_lazy_view_gets_the_values_that_were_stored(kind):
     target = NO_PLAIN_MEMORY[kind]()
     stored = torch.full((1,), 5, dtype=target.dtype)
     file = File(stored, "blocks", 64)
-    put_small(file.chunk, [Box((0,), target)], memoryview(file.payload))
+    file.put_small([((0,), target)], memoryview(file.payload))
     assert torch.equal(target, stored)
 
 
 def test_empty_boxes_are_read_from_nothing():
     file = File(values((4, 4), torch.float32), "blocks", 64)
-    box = Box((2, 4), torch.empty(1, 0))
-    assert plain_rows(file.chunk, box) is None
-    assert LargeRead.of(file.chunk, [box], 64, 32).run(file.fill, Lane().memory) == 0
-    put_small(file.chunk, [box], memoryview(file.payload))
+    wanted = [((2, 4), torch.empty(1, 0))]
+    assert file.fill_all(wanted, 64, 32) == 0
+    file.put_small(wanted, memoryview(file.payload))
     assert file.read == []

@@ -1,4 +1,4 @@
-"""A box of a stored chunk as rows of its payload, and putting bytes that pass into the tensor they belong to."""
+"""Where a box of a stored chunk lies in its payload: as equally spaced rows, or as pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +43,6 @@ def rows_of(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
     return Rows(first, lengths[last] * strides[last], stride, math.prod(lengths[:last]))
 
 
-def put_elements(rows: Rows, target: torch.Tensor, stored: torch.Tensor, start: int) -> None:
-    """Copy what ``stored`` has of ``rows`` into ``target``.
-
-    ``stored`` is flat and starts at element ``start`` of the payload. ``target`` has shape (``num``, ``width``).
-    """
-    end = start + stored.numel()
-    row = max(0, (start - rows.first) // rows.stride)
-    while row < rows.num:
-        begins = rows.first + row * rows.stride
-        if begins >= end:
-            return
-        low, high = max(begins, start), min(begins + rows.width, end)
-        if high - low == rows.width and (whole := min(rows.num - row, (end - begins - rows.width) // rows.stride + 1)):
-            at = stored.storage_offset() + begins - start
-            source = torch.as_strided(stored, (whole, rows.width), (rows.stride, 1), at)
-            target[row : row + whole].copy_(source)
-            row += whole
-            continue
-        if high > low:
-            target[row, low - begins : high - begins].copy_(stored[low - start : high - start])
-        row += 1
-
-
 def spans(rows: Rows, unit: int) -> Iterator[tuple[int, int]]:
     """Ranges of elements that hold all rows, in order, each from one multiple of ``unit`` to another.
 
@@ -82,3 +57,62 @@ def spans(rows: Rows, unit: int) -> Iterator[tuple[int, int]]:
             start = begins // unit * unit
         end = -(-ends // unit) * unit
     yield start, end
+
+
+@dataclass(frozen=True, slots=True)
+class BoxPiece:
+    """Some rows of a chunk's first dimensions, and which part of a box lies in them."""
+
+    start: int
+    """Of its bytes in the payload."""
+    sizes: tuple[int, ...]
+    """Shape of those bytes."""
+    offsets: tuple[int, ...]
+    """Of the wanted part in them."""
+    lengths: tuple[int, ...]
+    """Shape of the wanted part."""
+    place: tuple[int | slice, ...]
+    """Of the wanted part in the box, as an index."""
+
+
+def box_pieces(
+    sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], itemsize: int, most_nbytes: int
+) -> Iterator[BoxPiece]:
+    """Yield a box as pieces of at most ``most_nbytes``, but no shorter than a row of the last dimension.
+
+    A payload is row-major. A box of it is runs of rows of its first dimension; rows too large for one piece are boxes
+    of one dimension less.
+    """
+    if math.prod(lengths):
+        yield from _box_pieces(0, sizes, offsets, lengths, (), itemsize, most_nbytes)
+
+
+def _box_pieces(
+    start: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    place: tuple[int | slice, ...],
+    itemsize: int,
+    most_nbytes: int,
+) -> Iterator[BoxPiece]:
+    if not sizes:
+        yield BoxPiece(start, (), (), (), place)
+        return
+    row_nbytes = math.prod(sizes[1:]) * itemsize
+    first, num_rows = offsets[0], lengths[0]
+    if row_nbytes > most_nbytes and len(sizes) > 1:
+        for row in range(num_rows):
+            at = start + (first + row) * row_nbytes
+            yield from _box_pieces(at, sizes[1:], offsets[1:], lengths[1:], (*place, row), itemsize, most_nbytes)
+        return
+    rows_a_piece = max(1, most_nbytes // row_nbytes)
+    for row in range(0, num_rows, rows_a_piece):
+        rows = min(rows_a_piece, num_rows - row)
+        yield BoxPiece(
+            start + (first + row) * row_nbytes,
+            (rows, *sizes[1:]),
+            (0, *offsets[1:]),
+            (rows, *lengths[1:]),
+            (*place, slice(row, row + rows)),
+        )

@@ -1,0 +1,209 @@
+"""From a payload's bytes to the tensors they belong to: read range by range, checked, put where it belongs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.format.checksums import RunningCheck
+from ray_dcp.reads.plan.record_read import ALL, Box, RecordRead, Section
+from ray_dcp.reads.plan.rows import BoxPiece, Rows
+from ray_dcp.reads.plan.shape import ReadShape
+from ray_dcp.staging.host_pieces import tensor_memory
+from ray_dcp.store.reading import Fill
+
+TORCH_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def box_of(offsets: Sequence[int], target: torch.Tensor, dtype: torch.dtype) -> Box:
+    """The box at ``offsets`` that fills all of ``target``."""
+    return Box(tuple(offsets), tuple(target.shape), is_direct(target, dtype))
+
+
+def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether stored bytes are the target's own, as they are."""
+    return (
+        target.is_cpu
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+        and target.data_ptr() != 0  # a class that wraps other tensors has no memory of its own
+    )
+
+
+def damaged(read: RecordRead, shown: str, start: int, nbytes: int) -> CorruptCheckpointError:
+    """What to raise for bytes that fail their checksum; ``shown`` is the file for messages."""
+    return CorruptCheckpointError(
+        "stored bytes fail their checksum: the file was damaged after it was written",
+        file=shown,
+        fqn=read.fqn,
+        offset=read.offset + start,
+        nbytes=nbytes,
+    )
+
+
+def require_right(read: RecordRead, shown: str, content: memoryview, start: int = 0) -> None:
+    """Raise unless ``content``, which begins and ends at blocks of the payload, is what was written."""
+    damage = read.check.damage(content, start)
+    if damage is not None:
+        raise damaged(read, shown, *damage)
+
+
+def require_consistent(read: RecordRead, shown: str) -> None:
+    """Raise unless the payload is as long as its shape says, and the boxes lie in it."""
+    dtype = TORCH_DTYPES.get(read.dtype)
+    if dtype is None or read.nbytes != math.prod(read.sizes) * dtype.itemsize or not read.is_consistent:
+        raise CorruptCheckpointError("manifest and metadata disagree about this item", file=shown, fqn=read.fqn)
+
+
+def put_small(read: RecordRead, shown: str, targets: Sequence[torch.Tensor], content: memoryview) -> None:
+    """Fill ``targets``, one for each box, from the whole payload, checked first."""
+    require_right(read, shown, content)
+    whole: torch.Tensor | None = None
+    for box, target in zip(read.boxes, targets, strict=True):
+        if box.lengths == read.sizes and box.is_direct:
+            tensor_memory(target)[:] = content
+            continue
+        if box.is_empty:
+            continue
+        if whole is None:
+            whole = torch.frombuffer(content, dtype=torch.uint8).view(TORCH_DTYPES[read.dtype]).view(read.sizes)
+        part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
+        target.copy_(whole[part])
+
+
+@dataclass(frozen=True, slots=True)
+class RowsTarget:
+    """Rows of a payload, and the tensor they go to, of shape (number of rows, width)."""
+
+    rows: Rows
+    target: torch.Tensor
+
+    def take(self, stored: torch.Tensor, start: int) -> None:
+        """Copy what ``stored``, flat, has of the rows. It begins at element ``start`` of the payload."""
+        rows, target = self.rows, self.target
+        end = start + stored.numel()
+        row = max(0, (start - rows.first) // rows.stride)
+        while row < rows.num:
+            begins = rows.first + row * rows.stride
+            if begins >= end:
+                return
+            low, high = max(begins, start), min(begins + rows.width, end)
+            if high - low == rows.width:
+                whole = min(rows.num - row, (end - begins - rows.width) // rows.stride + 1)
+                at = stored.storage_offset() + begins - start
+                source = torch.as_strided(stored, (whole, rows.width), (rows.stride, 1), at)
+                target[row : row + whole].copy_(source)
+                row += whole
+                continue
+            if high > low:
+                target[row, low - begins : high - begins].copy_(stored[low - start : high - start])
+            row += 1
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTarget:
+    """A piece of a box, and the part of the tensor that it goes to."""
+
+    piece: BoxPiece
+    target: torch.Tensor
+
+    def take(self, stored: torch.Tensor, start: int) -> None:
+        """Copy the piece out of ``stored``, flat, which begins at element ``start`` of the payload and holds it."""
+        piece = self.piece
+        at = piece.start // stored.itemsize - start
+        held = stored[at : at + math.prod(piece.sizes)].view(piece.sizes)
+        self.target.copy_(held[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))])
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A section, and where its bytes go."""
+
+    section: Section
+    memory: memoryview | None
+    """Filled at once, as long as the section; None where the bytes pass through memory of the reader's."""
+    targets: Sequence[RowsTarget | PieceTarget] = ()
+
+
+class LargeRead:
+    """A ``RecordRead`` with the tensors it fills: all that can be made ready before the first byte is read.
+
+    Moving large payloads drives everything else out of the CPU's caches: what runs in between then takes several times
+    as long. So this is made for many records at a time, and little is left to do between two reads.
+    """
+
+    def __init__(self, read: RecordRead, targets: Sequence[torch.Tensor], shape: ReadShape, shown: str) -> None:
+        self.read = read
+        self._shown = shown
+        self._dtype = TORCH_DTYPES[read.dtype]
+        sections = read.sections(shape)
+        self._scratch_nbytes = max(
+            (min(one.step, one.end - one.start) for one in sections if not one.is_straight), default=0
+        )
+        self._steps = [self._step(one, targets) for one in sections]
+
+    def _step(self, section: Section, targets: Sequence[torch.Tensor]) -> _Step:
+        number = max(section.box, 0)
+        if section.piece is not None:
+            return _Step(section, None, [PieceTarget(section.piece, targets[number][section.piece.place])])
+        numbers = range(len(targets)) if section.box == ALL else [number]
+        into = [self._rows(self.read.boxes[one], targets[one]) for one in numbers]
+        found = [one for one in into if one is not None]
+        if not section.is_straight:
+            return _Step(section, None, found)
+        at = section.start - found[0].rows.first * self._dtype.itemsize
+        return _Step(section, tensor_memory(targets[number])[at : at + section.end - section.start])
+
+    def _rows(self, box: Box, target: torch.Tensor) -> RowsTarget | None:
+        rows = self.read.rows(box)
+        return None if rows is None else RowsTarget(rows, target.view(rows.num, rows.width))
+
+    def run(self, fill: Fill, memory: Callable[[int], torch.Tensor]) -> int:
+        """Read, check each block, and fill the targets; return how many bytes were read.
+
+        ``memory`` gives a flat uint8 tensor for what cannot go straight to its place.
+        """
+        check, nbytes = RunningCheck(self.read.check), 0
+        scratch = memory(self._scratch_nbytes)
+        for step in self._steps:
+            if step.memory is not None:
+                self._read_straight(step.section, step.memory, check, fill)
+            else:
+                self._read_through(step.section, step.targets, check, fill, scratch)
+            nbytes += step.section.end - step.section.start
+        return nbytes
+
+    def _read_straight(self, section: Section, memory: memoryview, check: RunningCheck, fill: Fill) -> None:
+        first, offset = section.start, self.read.offset
+        for start in range(0, len(memory), section.step):
+            content = memory[start : start + section.step]
+            fill(offset + first + start, [content])
+            damage = check.damage(content, first + start)
+            if damage is not None:
+                raise damaged(self.read, self._shown, *damage)
+
+    def _read_through(
+        self,
+        section: Section,
+        targets: Sequence[RowsTarget | PieceTarget],
+        check: RunningCheck,
+        fill: Fill,
+        scratch: torch.Tensor,
+    ) -> None:
+        offset, size = self.read.offset, self._dtype.itemsize
+        held = scratch[: min(section.step, section.end - section.start)]
+        content, stored = tensor_memory(held), held.view(self._dtype)
+        for at in range(section.start, section.end, section.step):
+            if section.end - at < len(content):
+                content, stored = content[: section.end - at], stored[: (section.end - at) // size]
+            fill(offset + at, [content])
+            damage = check.damage(content, at)
+            if damage is not None:
+                raise damaged(self.read, self._shown, *damage)
+            for target in targets:
+                target.take(stored, at // size)
