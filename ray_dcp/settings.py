@@ -1,12 +1,17 @@
-"""Settings, checked when they are made."""
+"""Settings: what they may be, and how they are read from the parameters of a URL and from environment variables.
+
+Each is an argument of a class here (of ``S3Options``, where stores are), and most have a variable ``RAY_DCP_...``. By
+its type a number is seconds (``float``) or a count (``int``); whoever says it, it is checked in the same way, and
+``ConfigError`` names the argument, parameter or variable. ``docs/settings.md`` has all of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray_dcp.errors import ConfigError
 
@@ -14,6 +19,7 @@ PHASES = ("collect", "plan", "stage", "write", "commit", "open", "read", "restor
 """What a rank, or the coordinator for it, can be busy with in a save, load, look-up of the newest step, or barrier."""
 
 VARIABLE_PREFIX = "RAY_DCP_"
+RETRY_PREFIX = "retry_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +48,7 @@ class Limits:
     """A ``RankPool`` that is left or formed anew gives the asynchronous saves of its ranks so long to be over."""
 
     def __post_init__(self) -> None:
-        for setting in dataclasses.fields(self):
-            value = getattr(self, setting.name)
-            if not isinstance(value, Mapping):
-                require_seconds(setting.name, value)
-        for phase, value in self.phase_stall_timeout_s.items():
-            if phase not in PHASES:
-                raise ConfigError("phase_stall_timeout_s", f"{phase!r} is no phase; there are {', '.join(PHASES)}")
-            require_seconds(f"phase_stall_timeout_s[{phase!r}]", value)
+        require_valid(self)
 
     def stall_limit_s(self, phase: str) -> float:
         """How long a rank may stand still in ``phase``."""
@@ -58,18 +57,39 @@ class Limits:
     @classmethod
     def from_variables(cls, variables: Mapping[str, str]) -> Limits:
         """The limits that environment variables such as ``RAY_DCP_STALL_TIMEOUT_S`` set; defaults for the rest."""
-        given: dict[str, Any] = {}
-        for setting in dataclasses.fields(cls):
-            text = variables.get(VARIABLE_PREFIX + setting.name.upper())
-            if text is not None and setting.name != "phase_stall_timeout_s":
-                variable = VARIABLE_PREFIX + setting.name.upper()
-                given[setting.name] = seconds_from(variable, text)
-                require_seconds(variable, given[setting.name])
-        return cls(**given)
+        return cls(**read_settings(cls, {}, variables))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often and how long a store is asked again. Waits grow from one to the next and are drawn at random."""
+
+    max_attempts: int = 20
+    """Attempts of one operation, the first one included; 1 tries nothing again."""
+    max_elapsed_s: float = 120.0
+    """No attempt begins later than this after the first one. An attempt that hangs may end later: a request times out
+    by itself, see ``S3Options.request_timeout_s``."""
+    initial_backoff_s: float = 0.2
+    """The longest wait before the second attempt; it doubles with each attempt."""
+    max_backoff_s: float = 20.0
+    """No wait is longer."""
+
+    def __post_init__(self) -> None:
+        require_valid(self)
+
+    @classmethod
+    def from_texts(cls, parameters: Mapping[str, str], variables: Mapping[str, str]) -> RetryPolicy:
+        """What parameters such as ``retry_max_attempts`` of a URL say, where they are silent environment variables."""
+        return cls(**read_settings(cls, parameters, variables, parameter_prefix=RETRY_PREFIX, variable_prefix="RETRY_"))
 
 
 REPLICA_CHECKS = ("warn", "error", "off")
 DEFAULT_REPLICA_NBYTES = 1 << 20
+
+
+def _require_replica_check(setting: str, mode: str) -> None:
+    if mode not in REPLICA_CHECKS:
+        raise ConfigError(setting, f"{mode!r} is none of {', '.join(map(repr, REPLICA_CHECKS))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +103,7 @@ class ReplicaCheck:
     """Tensors of up to so many bytes are compared whole, of larger ones 64 KiB spread over them; None: all whole."""
 
     def __post_init__(self) -> None:
-        if self.mode not in REPLICA_CHECKS:
-            raise ConfigError("replica_check", f"{self.mode!r} is none of {', '.join(map(repr, REPLICA_CHECKS))}")
+        _require_replica_check("replica_check", self.mode)
         nbytes = self.max_nbytes
         if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
             raise ConfigError("replica_check_nbytes", f"is a number of bytes, or None for all, not {nbytes!r}")
@@ -97,7 +116,11 @@ def replica_check_from(
     variables: Mapping[str, str], mode: str | None = None, max_nbytes: int | None = DEFAULT_REPLICA_NBYTES
 ) -> ReplicaCheck:
     """The check that is asked for: ``mode``, else what ``RAY_DCP_REPLICA_CHECK`` says, else a warning."""
-    return ReplicaCheck(mode or variables.get(VARIABLE_PREFIX + "REPLICA_CHECK") or "warn", max_nbytes)
+    variable = variable_of("replica_check")
+    if not mode and variables.get(variable):
+        mode = variables[variable]
+        _require_replica_check(variable, mode)
+    return ReplicaCheck(mode or "warn", max_nbytes)
 
 
 def share_reads_from(variables: Mapping[str, str]) -> bool:
@@ -105,8 +128,53 @@ def share_reads_from(variables: Mapping[str, str]) -> bool:
 
     Each rank may say so for itself.
     """
-    variable = VARIABLE_PREFIX + "SHARE_READS"
+    variable = variable_of("share_reads")
     return flag_from(variable, variables.get(variable, "1"))
+
+
+# How settings are read and checked.
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def read_settings(
+    cls: type[DataclassInstance],
+    parameters: Mapping[str, str],
+    variables: Mapping[str, str],
+    *,
+    parameter_prefix: str = "",
+    variable_prefix: str = "",
+) -> dict[str, Any]:
+    """Return the arguments for the settings of ``cls`` that a parameter or, where that is silent, a variable gives.
+
+    The prefixes are ``retry_`` and ``RETRY_``, say. An empty variable says nothing where a text is meant, and is an
+    error elsewhere. Raises ``ConfigError`` by the name of the parameter or variable.
+    """
+    given = {}
+    for setting in dataclasses.fields(cls):
+        kind, variable = _kind(setting), variable_of(setting.name, variable_prefix)
+        name, texts = parameter_prefix + setting.name, parameters
+        if name not in parameters:
+            name, texts = variable, variables
+        if kind is None or name not in texts or (texts is variables and kind is _TEXT and not texts[name]):
+            continue
+        given[setting.name] = kind.read(name, texts[name])
+        kind.require(name, given[setting.name], **setting.metadata)
+    return given
+
+
+def variable_of(setting: str, prefix: str = "") -> str:
+    """Return the environment variable that gives a setting."""
+    return f"{VARIABLE_PREFIX}{prefix}{setting.upper()}"
+
+
+def require_valid(settings: DataclassInstance) -> None:
+    """Raise ``ConfigError`` naming the first setting of a dataclass that is not what its type says."""
+    for setting in dataclasses.fields(settings):
+        kind = _kind(setting)
+        if kind is not None:
+            kind.require(setting.name, getattr(settings, setting.name), **setting.metadata)
 
 
 def seconds_from(setting: str, text: str) -> float:
@@ -117,12 +185,14 @@ def seconds_from(setting: str, text: str) -> float:
         raise ConfigError(setting, f"{text!r} is no number of seconds") from None
 
 
-def require_seconds(setting: str, value: object, *, may_be_0: bool = False) -> None:
-    """Raise ``ConfigError`` unless ``value`` is a finite number above 0; 0 too where it ``may_be_0``."""
+def require_seconds(setting: str, value: object, *, may_be_0: bool = False, least: float | None = None) -> None:
+    """Raise ``ConfigError`` unless ``value`` is a finite number above 0 (or 0: ``may_be_0``), at least ``least``."""
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not (math.isfinite(number) and (number > 0 or (may_be_0 and number == 0))):
-        least = "0 or more" if may_be_0 else "above 0"
-        raise ConfigError(setting, f"must be a finite number of seconds {least}, not {value!r}")
+        above = "0 or more" if may_be_0 else "above 0"
+        raise ConfigError(setting, f"must be a finite number of seconds {above}, not {value!r}")
+    if least is not None and number < least:
+        raise ConfigError(setting, f"must be {least:g} or more, not {value!r}")
 
 
 def flag_from(setting: str, text: str) -> bool:
@@ -145,3 +215,46 @@ def count_from(setting: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(setting, f"{text!r} is no whole number") from None
+
+
+def require_flag(setting: str, value: object) -> None:
+    """Raise ``ConfigError`` unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(setting, f"must be True or False, not {value!r}")
+
+
+def phase_seconds_from(setting: str, text: str) -> dict[str, float]:
+    """The seconds of each phase in ``collect=1800,write=60``."""
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    return {phase.strip(): seconds_from(f"{setting}[{phase.strip()!r}]", seconds) for phase, _, seconds in pairs}
+
+
+def require_phase_seconds(setting: str, by_phase: Mapping[str, float]) -> None:
+    """Raise ``ConfigError`` unless ``by_phase`` has seconds for phases that there are."""
+    for phase, value in by_phase.items():
+        if phase not in PHASES:
+            raise ConfigError(setting, f"{phase!r} is no phase; there are {', '.join(PHASES)}")
+        require_seconds(f"{setting}[{phase!r}]", value)
+
+
+class _Kind(NamedTuple):
+    """How the settings of one type are read from a text, and checked; the metadata of a field says what else holds."""
+
+    read: Callable[[str, str], Any]
+    require: Callable[..., None]
+
+
+_TEXT = _Kind(lambda setting, text: text, lambda setting, value: None)
+_KINDS = {
+    "float": _Kind(seconds_from, require_seconds),
+    "int": _Kind(count_from, require_count),
+    "bool": _Kind(flag_from, require_flag),
+    "Mapping[str, float]": _Kind(phase_seconds_from, require_phase_seconds),
+    "str": _TEXT,
+    "str | None": _TEXT,
+}
+"""By type, as it is written."""
+
+
+def _kind(setting: dataclasses.Field[Any]) -> _Kind | None:
+    return _KINDS.get(str(setting.type))

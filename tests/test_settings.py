@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from pathlib import Path
 
 import pytest
 
 from ray_dcp import trace_points
 from ray_dcp.errors import ConfigError
-from ray_dcp.settings import PHASES, Limits, share_reads_from
+from ray_dcp.settings import PHASES, RETRY_PREFIX, Limits, ReplicaCheck, RetryPolicy, share_reads_from, variable_of
+from ray_dcp.store.bucket.s3_options import S3Options
 
 SETTINGS = [field.name for field in dataclasses.fields(Limits) if field.name != "phase_stall_timeout_s"]
 
@@ -78,3 +80,80 @@ def test_reads_are_shared_unless_the_variable_says_no(text, shares):
     assert share_reads_from({} if text is None else {"RAY_DCP_SHARE_READS": text}) is shares
     with pytest.raises(ConfigError, match="'no' is none of 0, 1, false and true"):
         share_reads_from({"RAY_DCP_SHARE_READS": "no"})
+
+
+def documented(default):
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:.9g}" if isinstance(default, int | float) else default or ""
+
+
+def rows(settings, of, *, parameter_prefix=None, variable_prefix=""):
+    """The rows that a dataclass has in the table: argument, parameter, variable, default."""
+    for setting in dataclasses.fields(settings):
+        default = "" if setting.default is dataclasses.MISSING else documented(setting.default)
+        parameter = "" if parameter_prefix is None else f"`{parameter_prefix}{setting.name}`"
+        yield f"`{of}({setting.name}=)`", parameter, f"`{variable_of(setting.name, variable_prefix)}`", default
+
+
+def test_the_documentation_has_each_setting_as_it_is():
+    text = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
+    table = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines() if "|" in line][
+        2:
+    ]
+    shown = {"`access_key`": "the URL's user", "`secret_key`": "the URL's password"}
+    of_s3 = list(rows(S3Options, "S3Options", parameter_prefix="", variable_prefix="S3_"))[:-1]
+    expected = [
+        *rows(Limits, "Limits"),
+        ("`save(replica_check=)`", "", "`RAY_DCP_REPLICA_CHECK`", ReplicaCheck().mode),
+        ("`save(replica_check_nbytes=)`", "", "", documented(ReplicaCheck().max_nbytes)),
+        ("", "", "`RAY_DCP_SHARE_READS`", "1"),
+        *rows(RetryPolicy, "RetryPolicy", parameter_prefix=RETRY_PREFIX, variable_prefix="RETRY_"),
+        *((argument, shown.get(parameter, parameter), *rest) for argument, parameter, *rest in of_s3),
+    ]
+    assert [(*row[:2], row[2].partition(",")[0], row[3]) for row in table] == expected
+
+
+def test_each_setting_can_be_said_by_its_variable():
+    texts = {"max_attempts": "3"}
+    for prefix, read in {
+        "": Limits.from_variables,
+        "RETRY_": lambda variables: RetryPolicy.from_texts({}, variables),
+        "S3_": lambda variables: S3Options.from_url("s3://b/x", variables),
+    }.items():
+        for setting in dataclasses.fields(read({})):
+            default = setting.default
+            if setting.type in ("float", "int", "bool"):
+                text = "true" if default is False else texts.get(setting.name, documented(default * 2))
+                found = getattr(read({variable_of(setting.name, prefix): text}), setting.name)
+                assert documented(found) == text
+                variable = variable_of(setting.name, prefix)
+                with pytest.raises(ConfigError, match=variable) as refused:
+                    read({variable: "-1"})
+                assert refused.value.setting == variable
+
+
+def test_limits_by_phase_come_from_a_variable_too():
+    name = "RAY_DCP_PHASE_STALL_TIMEOUT_S"
+    limits = Limits.from_variables({name: "collect=1800, write=60"})
+    assert limits.phase_stall_timeout_s == {"collect": 1800, "write": 60}
+    for text, message in [
+        ("wriet=5", "'wriet' is no phase"),
+        ("write=0", r"\['write'\]"),
+        ("write", "'' is no number"),
+    ]:
+        with pytest.raises(ConfigError, match=message) as refused:
+            Limits.from_variables({name: text})
+        assert refused.value.setting.startswith(name)
+
+
+def test_a_setting_has_one_check_whoever_says_it():
+    for made in (
+        lambda: S3Options(part_nbytes=5),
+        lambda: S3Options.from_url("s3://b/x?part_nbytes=5"),
+        lambda: S3Options.from_url("s3://b/x", {"RAY_DCP_S3_PART_NBYTES": "5"}),
+    ):
+        with pytest.raises(ConfigError, match=r"(?i)part_nbytes: must be a whole number, 65536 or more, not 5"):
+            made()
+    with pytest.raises(ConfigError, match="anonymous: must be True or False, not 'yes'"):
+        S3Options(anonymous="yes")

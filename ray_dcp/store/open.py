@@ -16,7 +16,7 @@ from ray_dcp.store.store import Store
 from ray_dcp.store.translate import store_errors
 
 if TYPE_CHECKING:
-    from ray_dcp.store.retry import RetryPolicy
+    from ray_dcp.settings import RetryPolicy
 
 _openers: dict[str, Callable[[str], Store]] = {}
 
@@ -64,10 +64,10 @@ def opens(url: str | os.PathLike[str]) -> bool:
 def _open_bucket(url: str, scheme: str) -> Store:
     # Not on import: the command line lists a local folder without Arrow and tenacity.
     from ray_dcp.store.parallel import ParallelStore
-    from ray_dcp.store.retry import RetryPolicy, RetryStore
+    from ray_dcp.store.retry import RetryStore
 
     if scheme == "gs":
-        policy = RetryPolicy.from_texts(RetryPolicy.texts_in(os.environ))
+        policy = RetryPolicy.from_texts({}, os.environ)
         return ParallelStore(RetryStore(_open_google(url, policy), policy))
     from ray_dcp.store.bucket.s3 import S3Store
 

@@ -1,4 +1,4 @@
-"""``RetryStore``: tries again what failed in a way that may pass; and ``RetryPolicy``, for how long."""
+"""``RetryStore``: tries again what failed in a way that may pass, as long as a ``RetryPolicy`` says."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tenacity
 
 from ray_dcp.errors import StoreError, StoreUnavailableError
 from ray_dcp.progress import advance
-from ray_dcp.settings import VARIABLE_PREFIX, count_from, require_count, require_seconds, seconds_from
+from ray_dcp.settings import RetryPolicy
 from ray_dcp.store.location.urls import require_key, shown_url
 from ray_dcp.store.reading import get_into
 from ray_dcp.store.store import ObjectWriter, Store, StoredObject, chunk_bytes, exists, traits_of
@@ -26,43 +25,6 @@ _logger = logging.getLogger("ray_dcp.storage")
 _LOOK_S = 0.1
 _MAX_DELETE_S = 15.0
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
-    """How often and how long a store is asked again. Waits grow from one to the next and are drawn at random."""
-
-    max_attempts: int = 20
-    """Attempts of one operation, the first one included; 1 tries nothing again."""
-    max_elapsed_s: float = 120.0
-    """No attempt begins later than this after the first one. An attempt that hangs may end later: a request times out
-    by itself, see ``S3Options.request_timeout_s``."""
-    initial_backoff_s: float = 0.2
-    """The longest wait before the second attempt; it doubles with each attempt."""
-    max_backoff_s: float = 20.0
-    """No wait is longer."""
-
-    def __post_init__(self) -> None:
-        require_count("max_attempts", self.max_attempts)
-        for name in ("max_elapsed_s", "initial_backoff_s", "max_backoff_s"):
-            require_seconds(name, getattr(self, name))
-
-    @classmethod
-    def from_texts(cls, texts: Mapping[str, str]) -> RetryPolicy:
-        """The policy that ``{"max_attempts": "3"}`` and so on describe; defaults for the rest."""
-        given: dict[str, Any] = {}
-        for setting in dataclasses.fields(cls):
-            text = texts.get(setting.name)
-            if text is not None:
-                parse = count_from if setting.name == "max_attempts" else seconds_from
-                given[setting.name] = parse(f"retry_{setting.name}", text)
-        return cls(**given)
-
-    @classmethod
-    def texts_in(cls, variables: Mapping[str, str]) -> dict[str, str]:
-        """What environment variables such as ``RAY_DCP_RETRY_MAX_ATTEMPTS`` say, for ``from_texts``."""
-        names = {setting.name: f"{VARIABLE_PREFIX}RETRY_" + setting.name.upper() for setting in dataclasses.fields(cls)}
-        return {name: variables[variable] for name, variable in names.items() if variable in variables}
 
 
 class RetryStore:

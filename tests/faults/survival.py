@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ray_dcp.settings import Limits
-from ray_dcp.store.retry import RetryPolicy
+from ray_dcp.settings import Limits, RetryPolicy
 
 RAISED_S = 1.0
 DEAD_PROCESS_S = 5.0

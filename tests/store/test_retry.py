@@ -19,10 +19,11 @@ from ray_dcp.errors import (
     SupersededError,
 )
 from ray_dcp.progress import Progress, working
+from ray_dcp.settings import RetryPolicy
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.memory import MemoryStore
 from ray_dcp.store.parallel import ParallelStore
-from ray_dcp.store.retry import RetryPolicy, RetryStore
+from ray_dcp.store.retry import RetryStore
 from ray_dcp.store.translate import is_transient, store_errors
 from ray_dcp.testing.store_contract import StoreContract
 from tests.slack import within
@@ -333,8 +334,8 @@ def test_a_pickled_store_retries_as_before(memory):
 
 
 def test_a_policy_comes_from_variables():
-    texts = RetryPolicy.texts_in({"RAY_DCP_RETRY_MAX_ATTEMPTS": "3", "RAY_DCP_RETRY_MAX_ELAPSED_S": "1.5", "X": "1"})
-    assert RetryPolicy.from_texts(texts) == RetryPolicy(max_attempts=3, max_elapsed_s=1.5)
+    variables = {"RAY_DCP_RETRY_MAX_ATTEMPTS": "3", "RAY_DCP_RETRY_MAX_ELAPSED_S": "1.5", "X": "1"}
+    assert RetryPolicy.from_texts({}, variables) == RetryPolicy(max_attempts=3, max_elapsed_s=1.5)
 
 
 @pytest.mark.parametrize(
@@ -352,8 +353,10 @@ def test_a_policy_comes_from_variables():
 def test_a_policy_is_checked_when_it_is_made(setting, value):
     with pytest.raises(ConfigError, match=setting):
         RetryPolicy(**{setting: value})
-    with pytest.raises(ConfigError, match=setting):
-        RetryPolicy.from_texts({setting: "never"})
+    with pytest.raises(ConfigError, match=f"retry_{setting}"):
+        RetryPolicy.from_texts({f"retry_{setting}": "never"}, {})
+    with pytest.raises(ConfigError, match=f"RAY_DCP_RETRY_{setting.upper()}"):
+        RetryPolicy.from_texts({}, {f"RAY_DCP_RETRY_{setting.upper()}": "0"})
 
 
 # what is read in parallel

@@ -18,12 +18,12 @@ from ray_dcp.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
+from ray_dcp.settings import RetryPolicy
 from ray_dcp.store.bucket.s3 import S3Store, part_attempts
 from ray_dcp.store.bucket.s3_options import S3Options
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.store.open import open_store
 from ray_dcp.store.reading import get_into
-from ray_dcp.store.retry import RetryPolicy
 from ray_dcp.testing.store_contract import KEYS, LARGE, SHARD_KEY, StoreContract
 from tests.store.seaweed import BUCKET, HIDDEN_KEYS, SECRET_KEY
 

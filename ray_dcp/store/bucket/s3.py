@@ -10,10 +10,11 @@ from typing import Any
 import pyarrow
 from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem, resolve_s3_region
 
+from ray_dcp.settings import RetryPolicy
 from ray_dcp.store.bucket.arrow import ArrowStore
 from ray_dcp.store.bucket.s3_options import S3Options
 from ray_dcp.store.location.urls import BucketUrl
-from ray_dcp.store.retry import RetryPolicy, try_again
+from ray_dcp.store.retry import try_again
 from ray_dcp.store.translate import store_errors
 
 _MAX_CLIENT_WAIT_S = 20

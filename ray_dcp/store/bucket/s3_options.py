@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from ray_dcp.errors import ConfigError
-from ray_dcp.settings import VARIABLE_PREFIX, count_from, flag_from, require_count, require_seconds, seconds_from
+from ray_dcp.settings import RETRY_PREFIX, RetryPolicy, read_settings, require_valid, variable_of
 from ray_dcp.store.location.urls import BucketUrl, shown_url
-from ray_dcp.store.retry import RetryPolicy
 
-_RETRY_PREFIX = "retry_"
+_VARIABLES = "S3_"
 _OTHER_NAMES = {"endpoint_override": "endpoint"}
 _IGNORED = (
     "allow_bucket_creation",
@@ -57,10 +55,10 @@ class S3Options:
     """A file with the certificates of authorities to trust, for servers with one of their own."""
     connect_timeout_s: float = 5.0
     """A connection that does not come about within this is given up, and tried again as ``retry`` says."""
-    request_timeout_s: float = 30.0
+    request_timeout_s: float = field(default=30.0, metadata={"least": 1})
     """So is a request in which nothing at all moves for this long: whole seconds, at least 1. Behind an upload the
     client takes some six seconds more to notice."""
-    part_nbytes: int = 8 << 20
+    part_nbytes: int = field(default=8 << 20, metadata={"least": 1 << 16})
     """Reads of more are split into ranges of so many bytes. Uploads go in parts of 10 MiB, which Arrow fixes."""
     max_parallel: int = 8
     """Requests in flight at once for one read, and parts for one upload; in a process at most Arrow's
@@ -83,12 +81,7 @@ class S3Options:
             raise ConfigError("session_token", "goes with an access_key and a secret_key")
         if self.anonymous and self.access_key is not None:
             raise ConfigError("anonymous", "needs no keys; leave access_key and secret_key out")
-        require_seconds("connect_timeout_s", self.connect_timeout_s)
-        require_seconds("request_timeout_s", self.request_timeout_s)
-        if self.request_timeout_s < 1:
-            raise ConfigError("request_timeout_s", f"must be 1 or more, not {self.request_timeout_s!r}")
-        require_count("part_nbytes", self.part_nbytes, least=1 << 16)
-        require_count("max_parallel", self.max_parallel)
+        require_valid(self)
 
     def url(self, place: str) -> str:
         """``place``, an ``s3://`` URL, with all of this in it. Raises ``ConfigError`` where ``place`` says some too."""
@@ -112,7 +105,7 @@ class S3Options:
         for setting in dataclasses.fields(RetryPolicy):
             value = getattr(self.retry, setting.name)
             if value != setting.default:
-                texts[_RETRY_PREFIX + setting.name] = str(value)
+                texts[RETRY_PREFIX + setting.name] = str(value)
         return texts
 
     @classmethod
@@ -123,25 +116,20 @@ class S3Options:
         """
         variables = variables or {}
         texts = cls._texts_of(url)
-        retry = {
-            name.removeprefix(_RETRY_PREFIX): texts.pop(name) for name in list(texts) if name.startswith(_RETRY_PREFIX)
-        }
-        asks_for_keys = not {"access_key", "anonymous"} & set(texts)
-        for setting in dataclasses.fields(cls):
-            variable = f"{VARIABLE_PREFIX}S3_" + setting.name.upper()
-            is_key = setting.name in ("access_key", "secret_key", "session_token", "anonymous")
-            if variables.get(variable) and setting.name not in texts and (asks_for_keys or not is_key):
-                texts[setting.name] = variables[variable]
-        _require_both_keys(texts)
-        given = {name: _parsers(name)(name, text) for name, text in texts.items()}
-        return cls(**given, retry=RetryPolicy.from_texts({**RetryPolicy.texts_in(variables), **retry}))
+        keys = ("access_key", "secret_key", "session_token", "anonymous")
+        if {"access_key", "anonymous"} & set(texts):  # which keys is said already
+            own = {variable_of(name, _VARIABLES) for name in keys}
+            variables = {name: text for name, text in variables.items() if name not in own}
+        given = read_settings(cls, texts, variables, variable_prefix=_VARIABLES)
+        _require_both_keys(given)
+        return cls(**given, retry=RetryPolicy.from_texts(texts, variables))
 
     @classmethod
     def _texts_of(cls, url: str) -> dict[str, str]:
         parts = BucketUrl.parse(url)
         texts: dict[str, str] = {}
         known = {s.name for s in dataclasses.fields(cls)} - {"access_key", "secret_key", "retry"}
-        known |= {_RETRY_PREFIX + setting.name for setting in dataclasses.fields(RetryPolicy)}
+        known |= {RETRY_PREFIX + setting.name for setting in dataclasses.fields(RetryPolicy)}
         for given, text in parse_qsl(parts.query, keep_blank_values=True):
             name = _OTHER_NAMES.get(given, given)
             if name not in known and name not in _IGNORED:
@@ -164,19 +152,9 @@ def _require_both_keys(texts: Mapping[str, str]) -> None:
     """Raise ``ConfigError`` naming the variables where there is one key only; AWS's own may have the other."""
     given, lacking = (name for name in sorted(("access_key", "secret_key"), key=lambda name: name not in texts))
     if given in texts and lacking not in texts:
-        lacks = f"{VARIABLE_PREFIX}S3_{lacking.upper()}"
+        lacks = variable_of(lacking, _VARIABLES)
         raise ConfigError(
             lacking,
-            f"there is a {given} and no {lacking}: set {VARIABLE_PREFIX}S3_{given.upper()} and {lacks} (or both in "
+            f"there is a {given} and no {lacking}: set {variable_of(given, _VARIABLES)} and {lacks} (or both in "
             "the URL), or neither, and AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY count; the two pairs do not mix",
         )
-
-
-def _parsers(name: str) -> Callable[[str, str], Any]:
-    if name in ("anonymous", "force_virtual_addressing"):
-        return flag_from
-    if name in ("part_nbytes", "max_parallel"):
-        return count_from
-    if name in ("connect_timeout_s", "request_timeout_s"):
-        return seconds_from
-    return lambda _, text: text
