@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import ray_dcp as dcp
+from ray_dcp.cli.main import main
 from tests.slack import within
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +65,35 @@ def test_its_first_program_runs(tmp_path):
 @pytest.mark.parametrize("code", CODE)
 def test_every_program_parses(code):
     ast.parse(code)
+
+
+def test_what_its_programs_name_of_ray_dcp_is_imported_and_there():
+    imported = {alias.asname or alias.name for node in ast.walk(ast.parse("".join(CODE))) for alias in _names(node)}
+    assert {"dcp", "ray_dcp.train"} <= imported
+    import ray_dcp.train
+
+    for dotted in set(re.findall(r"ray_dcp\.train\.(\w+)", "".join(CODE))):
+        assert hasattr(ray_dcp.train, dotted)
+
+
+def _names(node):
+    return node.names if isinstance(node, ast.Import) else []
+
+
+def test_it_says_how_to_make_the_environment_alone():
+    (target,) = re.findall(r"`make (\.venv/\S+)`", README)
+    makefile = (ROOT / "Makefile").read_text()
+    assert target == ".venv/" + re.findall(r"STAMP := \$\(VENV\)/(\S+)", makefile)[0]
+
+
+def test_its_rename_and_its_conversion_are_those_of_its_own_programs(tmp_path):
+    (rename,) = re.findall(r"`rename=(\{.*?\})`", README)
+    dcp.save({"model": {"module.w": torch.ones(1)}, "step": 100}, checkpoint_id=tmp_path / "c", no_dist=True)
+    template = {"model": {"w": torch.zeros(1)}}
+    dcp.load(template, checkpoint_id=tmp_path / "c", no_dist=True, rename=ast.literal_eval(rename))
+    assert template["model"]["w"].item() == 1
+    (options,) = re.findall(r"ray-dcp convert \S+ \S+ (.*?)  +#", README)
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "out"), *options.split()]) == 0
 
 
 @pytest.mark.parametrize("path", re.findall(r"`((?:jobs|docs|ray_dcp)/[\w/.]+)`", README))

@@ -155,6 +155,6 @@ def _require_both_keys(texts: Mapping[str, str]) -> None:
         lacks = variable_of(lacking, _VARIABLES)
         raise ConfigError(
             lacking,
-            f"there is a {given} and no {lacking}: set {variable_of(given, _VARIABLES)} and {lacks} (or both in "
+            f"there is {given}, and no {lacking}: set {variable_of(given, _VARIABLES)} and {lacks} (or both in "
             "the URL), or neither, and AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY count; the two pairs do not mix",
         )
