@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
 from ray_dcp.maintenance.verify.verification import plan_verify, verify_checkpoint
-from tests.ranks import ThreadRanks, require_no_errors
+from tests.ranks import ThreadGroup, ThreadRanks, require_no_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -93,3 +93,31 @@ def test_an_empty_state_dict_is_saved_with_a_warning_and_loads(tmp_path, caplog,
 def test_a_rank_without_values_among_others_is_nothing_to_warn_of(tmp_path, caplog):
     require_no_errors(ThreadRanks(2).save(lambda rank: {"w": torch.ones(1)} if rank else {}, tmp_path / "c"))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("strict", [True, False, "exact"])
+def test_an_empty_template_of_every_rank_is_refused_with_what_to_pass(tmp_path, strict):
+    dcp.save({"model": {"w": torch.ones(1)}, "step": 1}, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+    says = r"The state dict that was passed is empty.*pass a template, such as \{'model': \{\}, 'step': \{\}\}"
+    with pytest.raises(dcp.CheckpointException, match=says):
+        dcp.load({}, checkpoint_id=tmp_path / "step-00000001", no_dist=True, strict=strict)
+    with pytest.raises(dcp.CheckpointException, match=says):
+        dcp.CheckpointManager(tmp_path).load({}, strict=strict)
+    filled: dict = {"model": {}}
+    dcp.load(filled, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+    assert filled["model"]["w"].tolist() == [1]
+
+
+def test_ranks_may_pass_an_empty_template_while_another_loads(tmp_path):
+    dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path, no_dist=True)
+    templates: list[dict] = [{}, {"w": torch.zeros(1)}, {}]
+    ranks = ThreadRanks(3)
+    require_no_errors(
+        ranks.run(lambda rank: dcp.load(templates[rank], checkpoint_id=tmp_path, group=ThreadGroup(ranks, rank)))
+    )
+    assert templates[1]["w"].tolist() == [1]
+    assert templates[0] == {}
+    outcomes = ranks.run(
+        lambda rank: dcp.load({"v": 0} if rank == 1 else {}, checkpoint_id=tmp_path, group=ThreadGroup(ranks, rank))
+    )
+    assert all("v: Missing key: not in the checkpoint" in str(outcome) for outcome in outcomes), outcomes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,21 @@ class TemplateCheck:
     """What may have been meant by them; empty where nothing comes near."""
     finds: bool = True
     """Whether anything that the template has is in the checkpoint, or it asks for nothing."""
+
+
+ASKS_NOTHING = "The state dict that was passed is empty, so nothing is asked for"
+"""How the advice begins for a rank that may do so while others load."""
+
+
+def asking_nothing(check: TemplateCheck, names: Iterable[str]) -> TemplateCheck:
+    """``check`` of a template that is empty as a whole, while the checkpoint has values under ``names``."""
+    tops = sorted({name.partition(".")[0] for name in names})
+    if not tops:
+        return check
+    shown = ", ".join(f"{top!r}: {{}}" for top in tops[:_MAX_NAMED_PARTS]) + (
+        ", ..." if len(tops) > _MAX_NAMED_PARTS else ""
+    )
+    return replace(check, finds=False, advice=f"{ASKS_NOTHING}: pass a template, such as {{{shown}}}, to be filled")
 
 
 def without_names(check: TemplateCheck | None) -> TemplateCheck | None:

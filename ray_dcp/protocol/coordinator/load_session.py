@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.node_sharing import NodeShare, ShareOffer, plan_shares
-from ray_dcp.planning.template.comparison import TemplateCheck
+from ray_dcp.planning.template.comparison import ASKS_NOTHING, TemplateCheck
 from ray_dcp.protocol.coordinator.session import Session, for_rank_zero, one_checkpoint_id
 from ray_dcp.protocol.messages import Carried
 from ray_dcp.reads.checkpoint import OpenedCheckpoint, open_for_ranks
@@ -156,6 +156,8 @@ def _require_fitting_templates(contributions: Sequence[LoadContribution], unexpe
     if found or not _any_finds(contributions):
         everywhere = list(range(len(contributions)))
         advice = dict.fromkeys(part.check.advice for part in contributions if part.check is not None)
+        if _any_finds(contributions):
+            advice = {line: None for line in advice if not line.startswith(ASKS_NOTHING)}
         raise StateDictError(
             ". ".join(["the template does not fit the checkpoint; nothing was loaded", *filter(None, advice)]),
             [p if ranks == everywhere else f"{p} ({ranks_text(ranks)})" for p, ranks in sorted(found.items())],

@@ -33,7 +33,7 @@ from ray_dcp.format.metadata_file import decode_python
 from ray_dcp.gc_pause import collector_paused, collector_resumed
 from ray_dcp.planning.node_sharing import ShareOffer
 from ray_dcp.planning.per_rank import PerRankTemplate, per_rank_fqn
-from ray_dcp.planning.template.comparison import TemplateCheck, without_names
+from ray_dcp.planning.template.comparison import TemplateCheck, asking_nothing, without_names
 from ray_dcp.planning.template.optimizer_check import optimizer_problems
 from ray_dcp.planning.template.stored_names import EVERYTHING, NameChoice, SeenNames, matched_names, seen_names
 from ray_dcp.planning.template.template_hook import template_of
@@ -242,7 +242,7 @@ def _plan(request: LoadRequest, template: _Template, metadata: Metadata, seen: S
     with phase(call, "plan"):
         local_plan = _plan_locally(request, template, metadata, seen, call)
         carried = _carried(request, call) if call.rank == 0 else None
-        check = _check(request)
+        check = _check(request, metadata)
         problems = _unfit_patterns(request, metadata, template)
         problems += _unfit_renames(request, metadata, check)
         problems += template.per_rank.problems(seen.metadata.state_dict_metadata)
@@ -299,9 +299,12 @@ def _read_first(
     return problems + differing_values(planner.shared_memory(), plan, planner, reader)
 
 
-def _check(request: LoadRequest) -> TemplateCheck | None:
+def _check(request: LoadRequest, metadata: Metadata) -> TemplateCheck | None:
     planner = request.planner
-    return planner.check(strict=bool(request.strict)) if isinstance(planner, TemplatePlanner) else None
+    if not isinstance(planner, TemplatePlanner):
+        return None
+    check = planner.check(strict=bool(request.strict))
+    return check if request.state_dict else asking_nothing(check, metadata.state_dict_metadata)
 
 
 def _unfit_patterns(request: LoadRequest, metadata: Metadata, template: _Template) -> list[str]:
