@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -136,14 +136,20 @@ class DataPosition:
         size = consumed.size if isinstance(consumed, TensorStorageMetadata) else torch.Size((0, 0))
         return {**dict.fromkeys(_FACTS), _CONSUMED: torch.empty(size)}
 
+    def problems_with(self, values: Mapping[str, Any]) -> list[str]:
+        stored = values.get("num_samples", self.num_samples)
+        if stored == self.num_samples:
+            return []
+        return [
+            f"the checkpoint is of a run with {stored} samples, this one has {self.num_samples}: which ones have been "
+            "seen cannot be told"
+        ]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if any(state_dict[name] is None for name in _FACTS):
             return  # not in the checkpoint, which a load with strict=False allows
-        if state_dict["num_samples"] != self.num_samples:
-            raise StateDictError(
-                f"the checkpoint is of a run with {state_dict['num_samples']} samples, this one has "
-                f"{self.num_samples}: which ones have been seen cannot be told"
-            )
+        if problems := self.problems_with(state_dict):
+            raise StateDictError(problems[0])
         self._place = state_dict["epoch"] * self.num_samples + state_dict["samples"]
         self.seed, self.shuffle = state_dict["seed"], state_dict["shuffle"]
         self._num_uncounted, self._counts = 0, False
@@ -200,6 +206,9 @@ class LoaderPosition:
         if self._position is not None:
             return self._position.template_for(saved)
         return {"loader": PerRank(None, self._reshard)}
+
+    def problems_with(self, values: Mapping[str, Any]) -> list[str]:
+        return [] if self._position is None else self._position.problems_with(values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._position is not None:

@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.template.template_hook import Saved, saved_below
 from ray_dcp.state.blanks import nested_blanks, plain_blank
-from ray_dcp.state.param_groups import SavedGroup, matched_groups, saved_groups, stored_groups, with_settings
+from ray_dcp.state.param_groups import (
+    SavedGroup,
+    matched_groups,
+    other_settings,
+    saved_groups,
+    stored_groups,
+    with_settings,
+)
 
 Names = Mapping[Any, list[str]]
 """Every name of each parameter."""
@@ -79,14 +86,25 @@ class OptimizerState:
         wanted = {"param_groups": groups or dict.fromkeys(self.state_dict()["param_groups"])}
         return {"state": state, **wanted} if state else wanted
 
+    def problems(self, values: Mapping[str, Any]) -> list[str]:
+        """What ``load_state_dict`` would refuse, and what another class of optimizer has saved; before it is filled."""
+        saved = saved_groups(saved_below(values, "param_groups"))
+        if not saved:
+            return []
+        found = other_settings(self._optimizer, saved)
+        try:
+            matched_groups(self._aliases, saved)
+        except StateDictError as error:
+            found += error.problems
+        return found
+
     def load_state_dict(self, loaded: Mapping[str, Any]) -> LoadedOptimizer:
         """Put back what ``state_dict`` gave; parameters that it has no state of have none afterwards."""
         optimizer = self._optimizer
         saved = saved_groups(loaded.get("param_groups", {}))
         if not saved:
             return LoadedOptimizer(groups=None, num_saved_groups=0, unloaded=(), fresh=self._names_of_groups())
-        aliases = [[self._names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-        groups = matched_groups(aliases, saved)
+        groups = matched_groups(self._aliases, saved)
         parameters, stored = self._parameters, loaded.get("state", {})
         unknown = [f"{name}: no parameter of the model" for name in stored if name not in parameters]
         if unknown:
@@ -108,6 +126,10 @@ class OptimizerState:
                 if p.requires_grad and (state or not known.intersection(self._names[p]))
             ),
         )
+
+    @property
+    def _aliases(self) -> list[list[list[str]]]:
+        return [[self._names[parameter] for parameter in group["params"]] for group in self._optimizer.param_groups]
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.wording import joined
 
 _NOT_SETTINGS = frozenset(("params", "param_names"))
+_OF_SCHEDULES = frozenset(("initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"))
+"""What schedules put into groups."""
 _TORCH_PARAMS = re.compile(r"(?P<index>\d+)\.params(?:\.(?P<place>\d+))?")
 
 
@@ -121,6 +124,24 @@ def matched_groups(names: Sequence[Sequence[Sequence[str]]], saved: Sequence[Sav
     return matched
 
 
+def other_settings(optimizer: Optimizer, saved: Sequence[SavedGroup]) -> list[str]:
+    """A line where another class of optimizer has saved ``saved``: its settings would be taken, and its state lost.
+
+    Known where it has settings that this one lacks, and lacks some that this one has. A newer torch may add one, or
+    drop one: that alone says nothing.
+    """
+    own = set(optimizer.defaults)
+    held = {name for group in saved for name in group.settings}
+    known = own | {name for group in optimizer.param_groups for name in group} | _OF_SCHEDULES
+    lacking, unknown = sorted(own - held), sorted(held - known)
+    if not (lacking and unknown):
+        return []
+    return [
+        f"was saved by another optimizer than this {type(optimizer).__name__}: it has {joined(unknown)}, and no "
+        f'{joined(lacking)}. Make the same one, or leave it out (skip="...optim")'
+    ]
+
+
 def _differing(settings: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
     return [
         name
@@ -155,4 +176,4 @@ def _frozen(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-__all__ = ["SavedGroup", "matched_groups", "saved_groups", "stored_groups", "with_settings"]
+__all__ = ["SavedGroup", "matched_groups", "other_settings", "saved_groups", "stored_groups", "with_settings"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,15 @@ class RNGState:
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": PerRank(self._captured(), reshard=_seed_of_another_size)}
+
+    def problems_with(self, values: Mapping[str, Any]) -> list[str]:
+        """Where another numpy or torch, or another generator, has states that this process cannot take."""
+        found: dict[str, None] = {}
+        for kept in values.values():
+            held = kept[0] if isinstance(kept, tuple) and len(kept) == 1 else kept
+            if isinstance(held, dict) and "seed" not in held:
+                found |= dict.fromkeys(_host_problems(held))
+        return list(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         held: dict[str, Any] = state_dict["rng"].value
@@ -88,6 +97,17 @@ def _restore_host(held: dict[str, Any]) -> None:
     *keys, place = struct.unpack(_WORDS, words)
     np.random.set_state((algorithm, np.array(keys, dtype=np.uint32), place, has_gauss, gauss))
     torch.default_generator.set_state(_state(held["torch"]))
+
+
+def _host_problems(held: dict[str, Any]) -> Iterator[str]:
+    legacy: Any = np.random.get_state(legacy=True)
+    if isinstance(legacy, dict):
+        yield f"numpy's global generator is a {legacy['bit_generator']}; the checkpoint has the state of another"
+    elif "numpy" in held and held["numpy"][0] != legacy[0]:
+        yield f"the checkpoint has the state of numpy's {held['numpy'][0]}, this process has {legacy[0]}"
+    wanted = torch.default_generator.get_state().numel()
+    if "torch" in held and len(held["torch"]) != wanted:
+        yield f"the checkpoint's state of torch's generator has {len(held['torch'])} bytes, this torch's {wanted}"
 
 
 def _restore_cuda(devices: Sequence[bytes], seed: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from ray_dcp.wording import joined
 
 _BY_GROUP = frozenset(
     ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "_initial_lrs")
@@ -35,8 +37,27 @@ def in_group_order(
     return changed
 
 
+def of_another_class(schedule: Any, stored: Collection[str]) -> list[str]:
+    """A line where a schedule of another class has saved the keys ``stored``, as far as they tell.
+
+    Those with an underscore in front come and go with versions of torch.
+    """
+    own, held = set(filter(_tells, schedule.state_dict())), set(filter(_tells, stored))
+    lacking, unknown = sorted(own - held), sorted(held - own)
+    if not (lacking and unknown):
+        return []
+    return [
+        f"was saved by another schedule than this {type(schedule).__name__}: it has {joined(unknown)}, and no "
+        f'{joined(lacking)}. Make the same one, or leave it out (skip="...scheduler")'
+    ]
+
+
+def _tells(key: str) -> bool:
+    return key in ("_schedulers", "_milestones") or (key != "verbose" and not key.startswith("_"))
+
+
 def _one_each(value: Any, count: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == count
 
 
-__all__ = ["in_group_order"]
+__all__ = ["in_group_order", "of_another_class"]

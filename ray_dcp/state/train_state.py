@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ray_dcp.errors import ConfigError, StateDictError
-from ray_dcp.planning.template.template_hook import Saved, saved_below, template_of_saved
+from ray_dcp.planning.template.template_hook import Saved, saved_below, template_of_saved, value_problems
 from ray_dcp.planning.values.collect import is_stateful
 from ray_dcp.state.blanks import nested_blanks
 from ray_dcp.state.model_names import live_values, name_cleaner, parameter_names, same_memory
 from ray_dcp.state.optimizer_state import LoadedOptimizer, Names, OptimizerState
-from ray_dcp.state.schedules import in_group_order
+from ray_dcp.state.schedules import in_group_order, of_another_class
 from ray_dcp.wording import joined
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,19 @@ class TrainState:
             )
         self._fitted = True
         return template | {name: _template_of(value, saved, name) for name, value in self.more.items()}
+
+    def problems_with(self, values: Mapping[str, Any]) -> list[str]:
+        """What of the stored values would be refused, or belongs to another class of optimizer or schedule."""
+        names = self._parameter_names() if self._optimizers else {}
+        found = []
+        for name in self._optimizers:
+            place = _joined("optim", name)
+            problems = self._optimizer_state(name, names).problems(saved_below(values, place))
+            found += [f"{place}: {problem}" for problem in problems]
+        for name, schedule in self._schedulers.items():
+            place = _joined("scheduler", name)
+            found += [f"{place}: {problem}" for problem in of_another_class(schedule, _stored_keys(values, place))]
+        return found + value_problems(self.more.items(), values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put everything back. Optimizers come before schedules, and the learning rates are the optimizers'."""
@@ -265,6 +278,15 @@ def _template_of(value: Any, saved: Saved, name: str) -> Any:
 def _schedule_template(saved: Saved, name: str) -> Any:
     """One Python value, as ``TrainState`` stores it; or what torch's flattened form has."""
     return None if name in saved else nested_blanks(saved_below(saved, name)) or None
+
+
+def _stored_keys(values: Mapping[str, Any], name: str) -> list[str]:
+    """The keys of a schedule's state, in either form."""
+    whole = values.get(name)
+    state = whole[0] if isinstance(whole, tuple) and whole else whole
+    if isinstance(state, Mapping):
+        return list(state)
+    return [rest.partition(".")[0] for rest in saved_below(values, name)]
 
 
 def _load_schedule(schedule: Any, loaded: Any, found: LoadedOptimizer | None) -> None:

@@ -1,16 +1,18 @@
 """What a ``Stateful`` gives as template: its own state, or one made to measure for the checkpoint.
 
 The state of an optimizer that has never stepped is empty, so nothing would be asked for; that of another size of run
-has other names. A ``Stateful`` that can say more once it knows what is stored has one method more, ``template_for``.
+has other names. A ``Stateful`` that can say more once it knows what is stored has one method more, ``template_for``;
+one that would refuse some of it says so in ``problems_with``, while all is as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
 
+T = TypeVar("T")
 Saved = Mapping[str, STORAGE_TYPES]
 """Stored names below a ``Stateful``'s own, and what is stored under each."""
 
@@ -29,6 +31,29 @@ class FitsCheckpoint(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksValues(Protocol):
+    """A ``Stateful`` that can tell, before anything is filled, what its ``load_state_dict`` would refuse."""
+
+    def problems_with(self, values: Mapping[str, Any]) -> list[str]:
+        """A line for each thing that is wrong with what is stored; called once a load on each rank, before any tensor.
+
+        ``values`` are the Python values that were read for it, decoded, by the rest of their names. It must change
+        nothing.
+        """
+        ...
+
+
+def value_problems(statefuls: Iterable[tuple[str, Any]], decoded: Mapping[str, Any]) -> list[str]:
+    """A line for everything that one of ``statefuls`` says of its values in ``decoded``, which has whole names."""
+    return [
+        f"{fqn}: {problem}"
+        for fqn, stateful in statefuls
+        if isinstance(stateful, ChecksValues)
+        for problem in stateful.problems_with(saved_below(decoded, fqn))
+    ]
+
+
 def template_of(stateful: Any, fqn: str, metadata: Metadata) -> Any:
     """The template that the ``Stateful`` under the name ``fqn`` gives for this checkpoint."""
     return template_of_saved(stateful, fqn, metadata.state_dict_metadata)
@@ -41,10 +66,18 @@ def template_of_saved(stateful: Any, fqn: str, saved: Saved) -> Any:
     return stateful.state_dict()
 
 
-def saved_below(saved: Saved, fqn: str) -> dict[str, STORAGE_TYPES]:
+def saved_below(saved: Mapping[str, T], fqn: str) -> dict[str, T]:
     """What is stored under names that begin with ``fqn`` and a dot, by the rest of the name."""
     prefix = f"{fqn}."
     return {name[len(prefix) :]: value for name, value in saved.items() if name.startswith(prefix)}
 
 
-__all__ = ["FitsCheckpoint", "Saved", "saved_below", "template_of", "template_of_saved"]
+__all__ = [
+    "ChecksValues",
+    "FitsCheckpoint",
+    "Saved",
+    "saved_below",
+    "template_of",
+    "template_of_saved",
+    "value_problems",
+]

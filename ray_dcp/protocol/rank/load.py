@@ -36,7 +36,7 @@ from ray_dcp.planning.per_rank import PerRankTemplate, per_rank_fqn
 from ray_dcp.planning.template.comparison import TemplateCheck, asking_nothing, without_names
 from ray_dcp.planning.template.optimizer_check import optimizer_problems
 from ray_dcp.planning.template.stored_names import EVERYTHING, NameChoice, SeenNames, matched_names, seen_names
-from ray_dcp.planning.template.template_hook import template_of
+from ray_dcp.planning.template.template_hook import template_of, value_problems
 from ray_dcp.planning.template.template_planner import TemplatePlanner
 from ray_dcp.planning.values.collect import CollectedTemplate
 from ray_dcp.planning.values.flat import flat_state
@@ -296,6 +296,7 @@ def _read_first(
     names = seen.metadata.state_dict_metadata
     statefuls = template.collected.statefuls
     problems = optimizer_problems(statefuls, names, python.decoded, strict=bool(request.strict))
+    problems += value_problems(statefuls, python.decoded)
     return problems + differing_values(planner.shared_memory(), plan, planner, reader)
 
 
