@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.distributed import ProcessGroup
@@ -22,42 +22,41 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from ray_dcp.catalog.listing import CheckpointInfo
 from ray_dcp.cluster.current import current_group, process_group_ranks
 from ray_dcp.cluster.group import RankGroup
-from ray_dcp.errors import ConfigError, NoCheckpointIdError, RayDcpError
+from ray_dcp.errors import ConfigError
 from ray_dcp.gc_pause import collector_paused
-from ray_dcp.maintenance.sweep.after_save import SweepAfterSave
 from ray_dcp.planning.template.stored_names import NameChoice, Rename
-from ray_dcp.protocol.coordinator.small_sessions import FailedLoad, NewestContribution
+from ray_dcp.protocol.call import Call, phase
+from ray_dcp.protocol.engines.locations import named, require_reachable
 from ray_dcp.protocol.exception import CheckpointException, RankFailure
+from ray_dcp.protocol.messages import CHOOSE, FailedLoad, NewestPart
 from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
-from ray_dcp.protocol.rank.call import Call, SoloCall, phase
-from ray_dcp.protocol.rank.load import LoadReport, LoadRequest, default_load_planner
+from ray_dcp.protocol.rank.load import LoadRequest
 from ray_dcp.protocol.rank.load import load as load_rank
 from ray_dcp.protocol.rank.plugin_arguments import require_planner, require_storage
-from ray_dcp.protocol.rank.save import (
-    PlannedSave,
-    SaveRequest,
+from ray_dcp.protocol.rank.report import LoadReport
+from ray_dcp.protocol.rank.save import SaveRequest, plan_save, stage_save, write_save
+from ray_dcp.protocol.rank.save import save as save_rank
+from ray_dcp.protocol.rank.user_staging import staged_by, when_staged
+from ray_dcp.protocol.solo import SoloGroup
+from ray_dcp.protocol.steps import (
+    KnownReader,
+    KnownWriter,
+    default_load_planner,
     default_save_planner,
-    plan_save,
-    stage_save,
-    staged_by,
-    stager_of,
-    when_staged,
-    write_save,
+    known_reader,
+    known_writer,
 )
 from ray_dcp.reads.reader import StoreReader
-from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, ReplicaCheck, replica_check_from, share_reads_from
-from ray_dcp.store.location.place import absolute, foreign
-from ray_dcp.store.location.urls import url_scheme
+from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, Phase, ReplicaCheck, replica_check_from, share_reads_from
+from ray_dcp.store.location.place import absolute
 from ray_dcp.write.writer import StoreWriter
 
 CheckpointId = str | os.PathLike[str]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_solo_saves = BackgroundSaves()
-"""The asynchronous saves of a process that acts alone."""
-_solo_sweep = SweepAfterSave(lambda: (frozenset(), frozenset()))
-"""For a group its coordinator does it."""
+alone = SoloGroup()
+"""This process by itself."""
 
 
 def second_argument_is(storage: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -114,12 +113,13 @@ def save(
 
     Raises ``CheckpointException`` on every rank when anything fails on any; then nothing was committed.
     """
-    call, saves = _start_call("save", _place(checkpoint_id, storage_writer), ranks_of(group, process_group, no_dist))
+    writer = known_writer(storage_writer if storage_writer is not None else StoreWriter())
+    call, saves = _start_call("save", writer.named(checkpoint_id), ranks_of(group, process_group, no_dist))
     with saves.noting_earlier():
-        with phase(call, "collect"):
+        with phase(call, Phase.COLLECT):
             check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
-            request = _save_request(call, state_dict, checkpoint_id, storage_writer, planner, use_collectives, check)
-        metadata = _write(plan_save(request, call), request, call)
+            request = _save_request(call, state_dict, checkpoint_id, writer, planner, use_collectives, check)
+        metadata = save_rank(request, call)
     return saves.tell_earlier("save", metadata)
 
 
@@ -151,12 +151,13 @@ def async_save(
     ``stage`` returns a future this call does not wait: the state dict may change when ``staging_completion`` is done.
     ``async_checkpointer_type`` is taken and has no effect. Other arguments as in ``save``.
     """
-    call, saves = _start_call("save", _place(checkpoint_id, storage_writer), ranks_of(group, process_group, no_dist))
+    writer = known_writer(storage_writer if storage_writer is not None else StoreWriter())
+    call, saves = _start_call("save", writer.named(checkpoint_id), ranks_of(group, process_group, no_dist))
     with saves.noting_earlier():
-        with phase(call, "collect"):
+        with phase(call, Phase.COLLECT):
             check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
-            request = _save_request(call, state_dict, checkpoint_id, storage_writer, planner, use_collectives, check)
-        stager = async_stager if async_stager is not None else stager_of(request.writer)
+            request = _save_request(call, state_dict, checkpoint_id, writer, planner, use_collectives, check)
+        stager = async_stager if async_stager is not None else writer.stager
         response = _save_behind(request, call, saves, stager)
     return saves.tell_earlier("asynchronous save", response)
 
@@ -200,20 +201,19 @@ def load(
 
     Raises ``CheckpointException`` on every rank, listing all that does not fit.
     """
-    call, saves = _start_call("load", _place(checkpoint_id, storage_reader), ranks_of(group, process_group, no_dist))
+    reader = known_reader(storage_reader if storage_reader is not None else StoreReader(trusted=trusted))
+    call, saves = _start_call("load", reader.named(checkpoint_id), ranks_of(group, process_group, no_dist))
     with saves.noting_earlier(), collector_paused():
-        with phase(call, "collect"):
+        with phase(call, Phase.COLLECT):
             require_storage(storage_reader, "storage_reader")
             require_planner(planner, "load")
-            reader = storage_reader if storage_reader is not None else StoreReader(trusted=trusted)
-            location = _location(checkpoint_id, reader, "storage_reader")
-            _require_reachable(location, reader, call)
+            location = _locate(call, checkpoint_id, reader, "storage_reader")
             choice = NameChoice(only, skip, rename)
             if strict is True and type(planner) is DefaultLoadPlanner and planner.allow_partial_load:
                 strict = False
             planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location, choice=choice)
             share_reads = share_reads_from(os.environ)
-            request = LoadRequest(state_dict, location, reader, planner, strict, trusted, share_reads, choice)
+            request = LoadRequest(state_dict, location, reader.reader, planner, strict, trusted, share_reads, choice)
         report = load_rank(request, call)
         del request, reader, planner  # and with them what was made of the checkpoint, before the collector wakes
     return saves.tell_earlier("load", report)
@@ -227,21 +227,21 @@ def newest(
     Tells of no save before it: it is a part of a load, which does. ``after`` a load that failed on all ranks it is the
     newest one older than that step, and None where no rank saw damaged bytes.
     """
-    call, _ = _start_call("newest", root, ranks_of(group, None, no_dist=False))
-    with phase(call, "choose"):
-        _require_reachable(call.checkpoint_id, None, call)
-        chosen: CheckpointInfo | None = call.exchange("choose", NewestContribution(call.checkpoint_id, after))
-    return chosen
+    call, _ = _start_call("newest", named(root), ranks_of(group, None, no_dist=False))
+    with phase(call, Phase.CHOOSE):
+        require_reachable(call.checkpoint_id, in_one_process=call.in_one_process)
+        return call.exchange(CHOOSE, NewestPart(call.checkpoint_id, after))
 
 
 def tell_earlier(kind: str, group: RankGroup | None) -> None:
     """Raises ``EarlierSaveError`` where an asynchronous save before failed and nobody looked; ``kind`` tells it."""
-    ranks = ranks_of(group, None, no_dist=False)
-    (_solo_saves if ranks is None else ranks.background).tell_earlier(kind, None)
+    ranks_of(group, None, no_dist=False).background.tell_earlier(kind, None)
 
 
-def ranks_of(group: RankGroup | None, process_group: ProcessGroup | None, no_dist: bool) -> RankGroup | None:
-    """The group of a call; None for this process alone. Raises ``ConfigError`` for what is no group."""
+def ranks_of(
+    group: RankGroup | SoloGroup | None, process_group: ProcessGroup | None, no_dist: bool
+) -> RankGroup | SoloGroup:
+    """The group of a call, this process alone being one, too. Raises ``ConfigError`` for what is no group."""
     require_group(group)
     if process_group is not None and not isinstance(process_group, ProcessGroup):
         raise ConfigError(
@@ -250,10 +250,10 @@ def ranks_of(group: RankGroup | None, process_group: ProcessGroup | None, no_dis
             "for a RankGroup it is group=",
         )
     if no_dist:
-        return None
+        return alone
     if group is not None:
         return group
-    return process_group_ranks(process_group) if process_group is not None else current_group()
+    return (process_group_ranks(process_group) if process_group is not None else current_group()) or alone
 
 
 def require_group(group: Any) -> None:
@@ -267,71 +267,59 @@ def _save_request(
     call: Call,
     state_dict: Mapping[str, Any],
     checkpoint_id: CheckpointId | None,
-    storage_writer: StorageWriter | None,
+    writer: KnownWriter,
     planner: SavePlanner | None,
     use_collectives: bool,
     replica_check: ReplicaCheck,
 ) -> SaveRequest:
     """What is to be saved, and where. Raises what the arguments, or the place, have wrong."""
     _require_collectives(use_collectives)
-    require_storage(storage_writer, "storage_writer")
+    require_storage(writer.writer, "storage_writer")
     require_planner(planner, "save")
-    writer = storage_writer if storage_writer is not None else StoreWriter()
-    location = _location(checkpoint_id, writer, "storage_writer")
-    _require_reachable(location, writer, call)
-    return SaveRequest(state_dict, location, writer, default_save_planner(planner), replica_check)
+    location = _locate(call, checkpoint_id, writer, "storage_writer")
+    return SaveRequest(state_dict, location, writer.writer, default_save_planner(planner), replica_check)
 
 
-def _write(planned: PlannedSave, request: SaveRequest, call: Call) -> Metadata:
-    metadata = write_save(planned, call)
-    if isinstance(call, SoloCall) and isinstance(request.writer, StoreWriter):
-        _solo_sweep.save_ended(request.checkpoint_id, committed=True)
-    return metadata
+def _locate(call: Call, checkpoint_id: CheckpointId | None, storage: KnownWriter | KnownReader, role: str) -> str:
+    """Where the checkpoint is, the same in every process that takes part; ``storage`` is told."""
+    location = storage.locate(checkpoint_id, role)
+    storage.require_reachable(location, in_one_process=call.in_one_process)
+    return location
 
 
 def _save_behind(
     request: SaveRequest, call: Call, saves: BackgroundSaves, stager: AsyncStager | None
 ) -> AsyncSaveResponse:
     if stager is None:
-        planned = stage_save(plan_save(request, call), call)
-        return saves.start(lambda: _write(planned, request, call), call)
+        steps = stage_save(plan_save(request, call), call)
+        return saves.start(lambda: write_save(steps, call), call)
     staged = staged_by(stager, request, call)
     if not isinstance(staged, Future):
-        planned = plan_save(staged, call)
-        return saves.start(lambda: _write(planned, request, call), call)
+        steps = plan_save(staged, call)
+        return saves.start(lambda: write_save(steps, call), call)
     # What is saved is known only when it is staged, which may take as long as a step of the training.
     staging = staged
-    return saves.start(
-        lambda: _write(plan_save(when_staged(staging, request, call), call), request, call), call, staging=staging
-    )
+    return saves.start(lambda: save_rank(when_staged(staging, request, call), call), call, staging=staging)
 
 
-def _start_call(kind: str, checkpoint_id: CheckpointId | None, ranks: RankGroup | None) -> tuple[Call, BackgroundSaves]:
+def _start_call(kind: str, checkpoint_id: str, ranks: RankGroup | SoloGroup) -> tuple[Call, BackgroundSaves]:
     """This rank's end of a new call, and the saves that come before it, none of which is under way any more.
 
     The wait comes before the call, so that no limit of it counts, and nothing touches a writer that is at work. From
     here on all ranks are in it: what is wrong on one is told to all, instead of leaving them to wait.
     """
-    if ranks is None:
-        _solo_saves.settle()
-        return SoloCall(kind, _named(checkpoint_id)), _solo_saves
     ranks.background.settle()
-    return ranks.start_call(kind, _named(checkpoint_id)), ranks.background
+    return ranks.start_call(kind, checkpoint_id), ranks.background
 
 
 @contextmanager
-def preparing(kind: str, group: RankGroup | None, *, alone: bool = False) -> Iterator[None]:
-    """What an argument raises in the block, on this rank and before its call, ends the call of the others too.
-
-    ``alone``: there are no others.
-    """
+def preparing(kind: str, group: RankGroup | SoloGroup | None) -> Iterator[None]:
+    """What an argument raises in the block, on this rank and before its call, ends the call of the others too."""
     try:
         yield
     except Exception as error:
-        ranks = None if alone else group if group is not None else current_group()
-        if ranks is not None:
-            call = ranks.start_call(kind)
-            call.report(RankFailure.from_exception(error, rank=call.rank, phase="collect"))
+        call = ranks_of(group, None, no_dist=False).start_call(kind)
+        call.report(RankFailure.from_exception(error, rank=call.rank, phase=Phase.COLLECT))
         raise
 
 
@@ -339,63 +327,9 @@ def reset_first(
     kind: str, storage: StorageWriter | StorageReader, process_group: ProcessGroup | None, no_dist: bool
 ) -> None:
     """As torch's old calls do, whose writers and readers know their place themselves; it is a part of the call."""
-    group = ranks_of(None, process_group, no_dist)
-    with preparing(kind, group, alone=group is None):
+    with preparing(kind, ranks_of(None, process_group, no_dist)):
         require_storage(storage, "storage_writer" if kind == "save" else "storage_reader")
         storage.reset()
-
-
-def _place(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageReader | None) -> CheckpointId | None:
-    """What an error is to name, also where only the writer or reader knows it."""
-    if checkpoint_id is not None or isinstance(storage, type):
-        return checkpoint_id
-    if isinstance(storage, str | os.PathLike):
-        return storage  # refused as that, and named
-    own = None
-    with suppress(Exception):  # a user's may do anything when it is asked
-        own = getattr(storage, "checkpoint_id", None)
-    return own or None
-
-
-def _named(checkpoint_id: CheckpointId | None) -> str:
-    """How messages call it, whatever it is: a place that is none is refused when all ranks are in the call."""
-    try:
-        return "" if checkpoint_id is None else absolute(checkpoint_id)
-    except RayDcpError:
-        return str(checkpoint_id)
-
-
-def _is_own(storage: StorageWriter | StorageReader) -> bool:
-    return isinstance(storage, StoreWriter | StoreReader)
-
-
-def _location(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageReader, role: str) -> str:
-    """Where the checkpoint is, the same in every process; ``storage`` is told."""
-    if checkpoint_id is None:
-        own = getattr(storage, "checkpoint_id", None)
-        if not own and _is_own(storage):
-            raise NoCheckpointIdError(
-                "checkpoint_id", f"must be specified: pass a path or URL; no {role} has one (is it an unset variable?)"
-            )
-        location = "" if not own else absolute(own) if _is_own(storage) else foreign(own)
-        if location and _is_own(storage):
-            storage.reset(location)
-        return location
-    location = absolute(checkpoint_id) if _is_own(storage) else foreign(checkpoint_id)
-    # A user's own storage gets what the user passed: it may be no path at all.
-    storage.reset(location if _is_own(storage) else checkpoint_id)
-    return location
-
-
-def _require_reachable(location: str, storage: StorageWriter | StorageReader | None, call: Call) -> None:
-    """Raise ``ConfigError`` for a place of one process where several take part: each would see another one."""
-    own = storage is None or _is_own(storage)
-    if own and url_scheme(location) == "memory" and not isinstance(call, SoloCall):
-        raise ConfigError(
-            "checkpoint_id",
-            f"{location} is of one process, and the ranks of a group and its coordinator are several: pass a folder or "
-            "bucket that all of them reach, or no_dist=True to act alone in this process",
-        )
 
 
 def _require_collectives(use_collectives: bool) -> None:
@@ -422,7 +356,6 @@ __all__ = [
     "load",
     "newest",
     "preparing",
-    "ranks_of",
     "require_group",
     "reset_first",
     "save",

@@ -32,8 +32,8 @@ from ray_dcp.cluster.train_context import experiment_root
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, EarlierSaveError, RayDcpError, StoreError
 from ray_dcp.format.names import require_step, step_folder
 from ray_dcp.planning.template.stored_names import Rename
-from ray_dcp.protocol.coordinator.small_sessions import FailedLoad
 from ray_dcp.protocol.exception import CheckpointException
+from ray_dcp.protocol.messages import FailedLoad
 from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, replica_check_from
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.write.writer import StoreWriter
@@ -205,8 +205,7 @@ class CheckpointManager:
 
     def _require_root_once(self) -> None:
         """Before the first save of a manager: rank 0 looks, for all."""
-        ranks = ranks_of(self._group, None, no_dist=False)
-        if not self._root_is_known and (ranks is None or ranks.rank == 0):
+        if not self._root_is_known and ranks_of(self._group, None, no_dist=False).rank == 0:
             with suppress(StoreError):  # which the save tells of, on all ranks
                 require_root(self.root)
         self._root_is_known = True

@@ -8,6 +8,7 @@ its type a number is seconds (``float``) or a count (``int``); whoever says it, 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +16,39 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray_dcp.errors import ConfigError
 
-PHASES = ("collect", "plan", "stage", "write", "commit", "open", "read", "restore", "choose", "arrive")
-"""What a rank, or the coordinator for it, can be busy with in a save, load, look-up of the newest step, or barrier."""
+
+class Phase(str, enum.Enum):
+    """What a rank, or the coordinator for it, can be busy with in a save, a load, a look-up of the newest step or a
+    barrier. Each is the word that errors and limits use for it.
+    """
+
+    COLLECT = "collect"
+    """``Stateful`` objects are asked for their state, or for what is to be filled."""
+    OPEN = "open"
+    """The metadata of a checkpoint is read."""
+    PLAN = "plan"
+    """Ranks plan what they write or read, and the coordinator puts the plans together."""
+    PLANS = "plans"
+    """Ranks send plans of a load that they had kept back."""
+    GLOBAL_PLAN = "global plan"
+    """Rank 0 puts the plans together, with a planner, writer or reader that cannot travel."""
+    STAGE = "stage"
+    """What an asynchronous save will write is copied."""
+    WRITE = "write"
+    COMMIT = "commit"
+    READ = "read"
+    RESTORE = "restore"
+    """``Stateful`` objects are given their state."""
+    CHOOSE = "choose"
+    """The coordinator looks for the newest step."""
+    ARRIVE = "arrive"
+    """Ranks come to a barrier."""
+
+    __str__ = str.__str__
+    __repr__ = str.__repr__
+
+
+PHASES = tuple(map(str, Phase))
 
 VARIABLE_PREFIX = "RAY_DCP_"
 RETRY_PREFIX = "retry_"

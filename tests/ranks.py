@@ -15,9 +15,11 @@ from ray_dcp.protocol.coordinator.membership import JoinRequest
 from ray_dcp.protocol.exception import RankFailure
 from ray_dcp.protocol.messages import CallId
 from ray_dcp.protocol.rank.background import BackgroundSaves
-from ray_dcp.protocol.rank.call import RemoteCall
-from ray_dcp.protocol.rank.load import LoadReport, LoadRequest, default_load_planner, load
-from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, save
+from ray_dcp.protocol.rank.load import LoadRequest, load
+from ray_dcp.protocol.rank.remote_call import RemoteCall
+from ray_dcp.protocol.rank.report import LoadReport
+from ray_dcp.protocol.rank.save import SaveRequest, save
+from ray_dcp.protocol.steps import default_load_planner, default_save_planner
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import DEFAULT_REPLICA_CHECK, Limits, ReplicaCheck
 from ray_dcp.write.writer import StoreWriter

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 from ray_dcp import StoreWriter
 from ray_dcp.progress import PROGRESS_NBYTES, Progress, advance, working
-from ray_dcp.protocol.rank.plugin_progress import CountingPlanner
+from ray_dcp.protocol.engines.plugin_calls import CountingPlanner
 from ray_dcp.store.open import open_store
 from tests.ranks import ThreadRanks, require_no_errors
 

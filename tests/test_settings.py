@@ -10,7 +10,16 @@ import pytest
 
 from ray_dcp import trace_points
 from ray_dcp.errors import ConfigError
-from ray_dcp.settings import PHASES, RETRY_PREFIX, Limits, ReplicaCheck, RetryPolicy, share_reads_from, variable_of
+from ray_dcp.settings import (
+    PHASES,
+    RETRY_PREFIX,
+    Limits,
+    Phase,
+    ReplicaCheck,
+    RetryPolicy,
+    share_reads_from,
+    variable_of,
+)
 from ray_dcp.store.bucket.s3_options import S3Options
 
 SETTINGS = [field.name for field in dataclasses.fields(Limits) if field.name != "phase_stall_timeout_s"]
@@ -34,6 +43,14 @@ def test_limits_by_phase_are_checked(by_phase, message):
 def test_a_phase_without_a_limit_of_its_own_has_the_general_one():
     limits = Limits(stall_timeout_s=7, phase_stall_timeout_s={"collect": 100})
     assert {phase: limits.stall_limit_s(phase) for phase in PHASES} == dict.fromkeys(PHASES, 7) | {"collect": 100}
+
+
+def test_every_phase_can_have_a_limit_of_its_own():
+    limits = Limits(
+        phase_stall_timeout_s={"plans": 5, "global plan": 6} | {phase: 7 for phase in Phase if " " in phase}
+    )
+    assert (limits.stall_limit_s("plans"), limits.stall_limit_s("global plan")) == (5, 7)
+    assert Limits(phase_stall_timeout_s=dict.fromkeys(Phase, 3)).stall_limit_s("commit") == 3
 
 
 def test_limits_come_from_the_environment():

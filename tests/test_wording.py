@@ -2,7 +2,7 @@
 
 from ray_dcp.errors import JoinTimeoutError, RankLostError, StateDictError
 from ray_dcp.protocol.exception import CheckpointException, RankFailure
-from ray_dcp.protocol.rank.load import LoadReport
+from ray_dcp.protocol.rank.report import LoadReport
 from ray_dcp.wording import cut, first_line_of, first_lines, joined, number_runs, ranks_text
 
 NAMES = [f"model.layers.{number}.weight" for number in range(5000)]

@@ -29,6 +29,7 @@ from ray_dcp.protocol.coordinator.coordinator import CHECK_INTERVAL_S, Coordinat
 from ray_dcp.protocol.coordinator.membership import JoinRequest
 from ray_dcp.protocol.exception import RankFailure
 from ray_dcp.protocol.messages import CallId
+from ray_dcp.settings import Phase
 from ray_dcp.wording import first_line_of
 
 _PING_INTERVAL_S = 0.5
@@ -111,7 +112,7 @@ class CoordinatorActor:
     async def contribute(self, call_id: CallId, rank: int, phase: str, message: bytes, again: bool = False) -> Outcome:
         await self._start()
         try:
-            future = self._coordinator.contribute(call_id, rank, phase, message, again=again)
+            future = self._coordinator.contribute(call_id, rank, Phase(phase), message, again=again)
             return Outcome(await asyncio.wrap_future(future))
         except RayDcpError as error:
             return Outcome(error=error)
@@ -119,7 +120,7 @@ class CoordinatorActor:
     async def report_progress(self, call_id: CallId, rank: int, phase: str, mark: int, nbytes: int) -> Outcome:
         await self._start()
         try:
-            return Outcome(self._coordinator.report_progress(call_id, rank, phase, mark, nbytes))
+            return Outcome(self._coordinator.report_progress(call_id, rank, Phase(phase), mark, nbytes))
         except GroupError as error:
             return Outcome(error=error)
 

@@ -19,11 +19,12 @@ from ray_dcp.cluster.link import CallLink, CoordinatorLink
 from ray_dcp.cluster.process import before_actor_ends, process_name, require_own_connection
 from ray_dcp.cluster.pulse import Pulse
 from ray_dcp.errors import ConfigError, CoordinatorLostError, GroupError
+from ray_dcp.protocol.call import phase
 from ray_dcp.protocol.coordinator.membership import JoinRequest
-from ray_dcp.protocol.messages import CallId
+from ray_dcp.protocol.messages import ARRIVE, CallId
 from ray_dcp.protocol.rank.background import BackgroundSaves, finish_and_tell
-from ray_dcp.protocol.rank.call import RemoteCall, phase
-from ray_dcp.settings import Limits
+from ray_dcp.protocol.rank.remote_call import RemoteCall
+from ray_dcp.settings import Limits, Phase
 
 _LEAVE_AGAIN_S = 0.2
 
@@ -116,8 +117,8 @@ class RankGroup:
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises ``CheckpointException`` when a rank is lost."""
         call = self.start_call("barrier")
-        with phase(call, "arrive"):
-            call.exchange("arrive", None)
+        with phase(call, Phase.ARRIVE):
+            call.exchange(ARRIVE, None)
 
     def close(self) -> None:
         """Leave the group, after the asynchronous save under way, if any. Idempotent; the last one ends it.

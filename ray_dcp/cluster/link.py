@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray_dcp.errors import CoordinatorLostError, GroupError
 from ray_dcp.protocol.exception import RankFailure
 from ray_dcp.protocol.messages import CallId
-from ray_dcp.settings import Limits
+from ray_dcp.settings import Limits, Phase
 from ray_dcp.wording import first_line_of
 
 _LOOK_EVERY_S = 1.0
@@ -101,9 +101,9 @@ class CallLink:
         self._rank = rank
         self._again = False
 
-    def send(self, phase: str, message: bytes) -> bytes:
+    def send(self, phase: Phase, message: bytes) -> bytes:
         answer: bytes = self._link.ask(
-            self._link.handle.contribute.remote(self._call_id, self._rank, phase, message, self._again)
+            self._link.handle.contribute.remote(self._call_id, self._rank, str(phase), message, self._again)
         )
         return answer
 

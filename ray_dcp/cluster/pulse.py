@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from ray_dcp.cluster.link import CoordinatorLink
 from ray_dcp.protocol.exception import CheckpointException
 from ray_dcp.protocol.messages import CallId
-from ray_dcp.protocol.rank.call import RemoteCall
+from ray_dcp.protocol.rank.remote_call import RemoteCall
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Pulse:
             phase = call.progress.phase if call is not None else None
             if call is not None and phase is not None:
                 mark, nbytes = call.progress.mark, call.progress.nbytes
-                reference = self._link.handle.report_progress.remote(one.call_id, self._rank, phase, mark, nbytes)
+                reference = self._link.handle.report_progress.remote(one.call_id, self._rank, str(phase), mark, nbytes)
                 asked[reference] = call
         deadline = time.monotonic() + self._interval_s
         while asked and (left_s := deadline - time.monotonic()) > 0:

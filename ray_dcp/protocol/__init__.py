@@ -1,5 +1,6 @@
-"""One save and one load between ranks and their coordinator: plain objects that tests drive in one process.
+"""One save and one load, without Ray: a rank's half, the coordinator's half, and what travels between them.
 
-``rank`` is what runs in a rank's process, ``coordinator`` what runs once for all; ``messages`` is what travels between
-them, ``exception`` what everybody sees when one fails.
+Start with ``rank.save`` and ``messages``. ``steps`` is the seam to whoever plans, writes and reads (``engines``),
+``call`` what a rank holds while it takes part, ``solo`` a process alone, as a group of one. Not here: actors, which are
+in ``cluster``.
 """

@@ -51,7 +51,7 @@ class RankFailure:
     def from_exception(cls, error: BaseException, *, rank: int, phase: str) -> RankFailure:
         return cls(
             rank=rank,
-            phase=phase,
+            phase=str(phase),  # a word, also where a ``Phase`` is at hand
             error_type=type(error).__name__,
             message=_text(error),
             traceback="".join(traceback.format_exception(error)),

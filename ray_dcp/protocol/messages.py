@@ -1,4 +1,9 @@
-"""What travels between ranks and coordinator: plain pickled messages, and user objects without their tensors."""
+"""What travels between ranks and coordinator: every phase of a call, what each rank sends in it, what each rank gets.
+
+A rank sends its *part* of a phase and gets its *answer* when all parts are there (``Exchange``). An answer may ask the
+rank for one part more before the real one comes (``Asked``). All of them are plain pickled values; a user's planner,
+writer or reader travels without its tensors (``carry``).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,27 @@ import io
 import logging
 import os
 import pickle
-from dataclasses import dataclass
-from typing import Any
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import cloudpickle
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ray_dcp.catalog.listing import CheckpointInfo
+from ray_dcp.format.manifest import DifferingReplicas
+from ray_dcp.planning.node_sharing import NodeShare, ShareOffer
+from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
+from ray_dcp.planning.save_plan.replicas import ShownReplicas
+from ray_dcp.planning.template.comparison import TemplateCheck
+from ray_dcp.planning.values.containers import Containers
+from ray_dcp.reads.checkpoint import OpenedCheckpoint
+from ray_dcp.settings import DEFAULT_REPLICA_CHECK, Phase, ReplicaCheck
+from ray_dcp.write.results import WrittenColumns
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +54,20 @@ class CallId:
         return cls(generation, number, kind, checkpoint_id if is_place else "")
 
 
+# Plug-ins that travel.
+
+
+class Carries(Protocol):
+    """A planner and a writer or reader, on their way to the coordinator's half of a call."""
+
+    def unpack(self) -> Any:
+        """The two objects."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A user's planner, writer or reader on its way to the coordinator."""
+    """Planner and writer, or reader, on their way to the coordinator's process."""
 
     pickled: bytes
 
@@ -43,13 +75,262 @@ class Carried:
         return pickle.loads(self.pickled)
 
 
-def encode(message: Any) -> bytes:
+@dataclass(frozen=True, slots=True)
+class CarriedInPlace:
+    """The same where the coordinator's half runs in this process: the objects themselves."""
+
+    objects: tuple[Any, ...]
+
+    def unpack(self) -> Any:
+        return self.objects
+
+
+# What asks for more.
+
+
+class Asked:
+    """An answer that asks every rank for one part more: a step that the coordinator cannot do, or waits for."""
+
+    __slots__ = ()
+    done_in: ClassVar[Phase]
+    """What an error in the making of that part names."""
+    sent_in: ClassVar[Exchange[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSaveHere(Asked):
+    """Rank 0 is to make the global plan of a save; the others get None and send None."""
+
+    done_in: ClassVar[Phase] = Phase.PLAN
+    plans: Sequence[SavePlan] | None
+    lowest_rank: bool = False
+    """Of what several ranks have, the lowest one is to write all: they differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitHere(Asked):
+    """Rank 0 is to commit a save; the others get None and send None."""
+
+    done_in: ClassVar[Phase] = Phase.COMMIT
+    results: Sequence[Results] | None
+    metadata: Metadata | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlan(Asked):
+    """A load's plans were kept back, and rank 0's planner or reader wants to see them: each rank sends its own."""
+
+    done_in: ClassVar[Phase] = Phase.PLAN
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLoadHere(Asked):
+    """Rank 0 is to make the global plan of a load; the others get None and send None."""
+
+    done_in: ClassVar[Phase] = Phase.PLAN
+    plans: Sequence[LoadPlan] | None
+
+
+# A save.
+
+
+@dataclass(frozen=True, slots=True)
+class SavePart:
+    """What a rank sends to plan a save. ``carried``, of rank 0 alone: its planner and writer, None where they stay."""
+
+    checkpoint_id: str
+    plan: SavePlan | PlanTable
+    carried: Carries | None = None
+    reports_results: bool = True
+    """False for a user's writer, which may keep books of its own."""
+    replica_check: ReplicaCheck = DEFAULT_REPLICA_CHECK
+    replica_digests: array[int] | None = None
+    """One for each item of the plan; None where there is nothing to compare."""
+    containers: Containers = ()
+    """Of this rank's state dict."""
+
+    def dcp_plan(self) -> SavePlan:
+        """The plan as any planner takes it."""
+        return self.plan.plan() if isinstance(self.plan, PlanTable) else self.plan
+
+
+@dataclass(frozen=True, slots=True)
+class FinalTable:
+    """A rank's final plan, of what it has planned itself: the positions it keeps (None: all), and where it writes."""
+
+    kept: Sequence[int] | None
+    storage_data: Any
+
+    def plan(self, local: SavePlan) -> SavePlan:
+        items = local.items if self.kept is None else [local.items[position] for position in self.kept]
+        return replace(local, items=items, storage_data=self.storage_data)
+
+
+@dataclass(frozen=True, slots=True)
+class ShowReplicas:
+    """Around the answer to a plan where ranks hold different values: which of this rank's to send with its results."""
+
+    answer: FinalTable | SavePlan
+    keys: Collection[Key]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultsWithReplicas:
+    """A rank's write results, and the values that it was to show."""
+
+    results: Results
+    shown: ShownReplicas
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedWithReplicas:
+    """Around rank 0's last answer: which values differed, for the warning."""
+
+    metadata: Metadata
+    differing: Sequence[DifferingReplicas]
+
+
+GlobalSavePlan = tuple[Sequence[SavePlan], Metadata]
+"""What a planner's and a writer's global steps make of all plans, in rank order."""
+Results = WrittenColumns | Sequence[WriteResult] | None
+"""What a rank has written: by columns where planner and writer are ray_dcp's, None where that is nothing."""
+
+
+# A load.
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPart:
+    """What a rank sends to open a checkpoint: ``opens`` is False where a user's reader reads the metadata."""
+
+    checkpoint_id: str
+    opens: bool
+
+
+class NoGlobalStep:
+    """In place of a planner and a reader whose global step is torch's default: each rank's plan stays as it is."""
+
+
+NO_GLOBAL_STEP = NoGlobalStep()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPart:
+    """What a rank sends to plan a load. ``check`` is None where a user's planner decides what fits.
+
+    ``plan`` is None where this rank's planner and reader have no global step: it may be large. ``carried``, of rank 0
+    alone: its planner and reader, None where they stay.
+    """
+
+    plan: LoadPlan | None
+    check: TemplateCheck | None
+    strict: bool | str
+    per_rank_problems: tuple[str, ...] = ()
+    carried: Carries | NoGlobalStep | None = None
+    offer: ShareOffer | None = None
+    """What ranks of its node could read for this one."""
+
+
+LoadAnswer = tuple[LoadPlan | None, tuple[str, ...], NodeShare | None]
+"""The final plan (None: the rank's own), the names that no rank's template has, and what its node shares. A tuple, as
+it goes to each of many ranks and mostly says nothing."""
+
+
+# The newest step.
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLoad:
+    """How this rank's load of a step ended: ``damaged`` where stored bytes were not what was written."""
+
+    step: int
+    damaged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NewestPart:
+    """What a rank sends to look up a step. ``failed`` where it is to take the place of one that did not load."""
+
+    root: str
+    failed: FailedLoad | None = None
+
+
+# The exchanges there are.
+
+Message = (
+    SavePart
+    | Asked
+    | GlobalSavePlan
+    | SavePlan
+    | FinalTable
+    | ShowReplicas
+    | Results
+    | ResultsWithReplicas
+    | Metadata
+    | CommittedWithReplicas
+    | OpenPart
+    | OpenedCheckpoint
+    | LoadPart
+    | LoadPlan
+    | Sequence[LoadPlan]
+    | LoadAnswer
+    | NewestPart
+    | CheckpointInfo
+    | bool
+    | None
+)
+"""All that travels within a call."""
+PartT = TypeVar("PartT", bound=Message)
+AnswerT = TypeVar("AnswerT", bound=Message)
+
+
+class Exchange(Generic[PartT, AnswerT]):
+    """A phase in which every rank sends a ``PartT`` and gets an ``AnswerT``, or first something that is ``Asked``."""
+
+    def __init__(self, phase: Phase) -> None:
+        self.phase = phase
+
+    def parts(self, messages: Sequence[Message]) -> Sequence[PartT]:
+        """``messages`` of this phase, as what they are."""
+        return cast(Sequence[PartT], messages)
+
+    def answer(self, message: Message) -> AnswerT:
+        """``message`` of this phase, as what it is."""
+        return cast(AnswerT, message)
+
+
+PLAN_SAVE = Exchange[SavePart, FinalTable | SavePlan | ShowReplicas](Phase.PLAN)
+PLAN_SAVE_HERE = Exchange[GlobalSavePlan | None, SavePlan | ShowReplicas](Phase.GLOBAL_PLAN)
+WRITE = Exchange[Results | ResultsWithReplicas, Metadata | CommittedWithReplicas](Phase.WRITE)
+COMMIT = Exchange[Metadata | None, Metadata | CommittedWithReplicas](Phase.COMMIT)
+
+OPEN = Exchange[OpenPart, OpenedCheckpoint | None](Phase.OPEN)
+PLAN_LOAD = Exchange[LoadPart, LoadAnswer](Phase.PLAN)
+SEND_PLAN = Exchange[LoadPlan, LoadAnswer](Phase.PLANS)
+PLAN_LOAD_HERE = Exchange[Sequence[LoadPlan] | None, LoadAnswer](Phase.GLOBAL_PLAN)
+READ = Exchange[bool, bool](Phase.READ)
+"""Whether something may fail when this rank restores; whether it may on any."""
+RESTORE = Exchange[None, None](Phase.RESTORE)
+
+CHOOSE = Exchange[NewestPart, CheckpointInfo | None](Phase.CHOOSE)
+ARRIVE = Exchange[None, None](Phase.ARRIVE)
+
+PlanSaveHere.sent_in = PLAN_SAVE_HERE
+CommitHere.sent_in = COMMIT
+SendPlan.sent_in = SEND_PLAN
+PlanLoadHere.sent_in = PLAN_LOAD_HERE
+
+
+# As bytes.
+
+
+def encode(message: Message) -> bytes:
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def decode(content: bytes) -> Any:
+def decode(content: bytes) -> Message:
     """Undo ``encode``. Messages come from this run's own processes, never from files."""
-    return pickle.loads(content)
+    return cast(Message, pickle.loads(content))
 
 
 def carry(*user_objects: Any) -> Carried | None:

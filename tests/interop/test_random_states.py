@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError
-from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
+from ray_dcp.protocol.rank.save import SaveRequest, plan_save, stage_save, write_save
+from ray_dcp.protocol.steps import default_save_planner
 from ray_dcp.write.writer import StoreWriter
 from tests.conftest import random_states
 from tests.ranks import ThreadRanks, require_no_errors

@@ -110,14 +110,19 @@ def test_beside_a_checkpoint_that_is_no_step_nothing_is_touched(ranks, tmp_path)
     assert os.listdir(tmp_path / "step-2")
 
 
-def test_one_process_alone_sweeps_too(tmp_path):
+def saved_behind(state, **where):
+    dcp.async_save(state, **where).result()
+
+
+@pytest.mark.parametrize("save_alone", [dcp.save, saved_behind])
+def test_one_process_alone_sweeps_too(tmp_path, save_alone):
     from ray_dcp import api
 
     store = open_store(tmp_path)
     store.put(f"step-2/__0_0_{OLD}.distcp", b"of a run long ago")
     os.utime(tmp_path / f"step-2/__0_0_{OLD}.distcp", (1.0, 1.0))
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-3", no_dist=True)
-    api._solo_sweep.wait()
+    save_alone({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    api.alone.sweep.wait()
     assert os.listdir(tmp_path) == ["step-3"]
 
 
@@ -150,7 +155,7 @@ def test_ten_saves_by_one_process_alone_leave_two_files(tmp_path):
     for value in range(5):
         dcp.async_save({"w": torch.full((2,), value)}, checkpoint_id=place, no_dist=True).upload_completion.result()
         dcp.save({"w": torch.full((2,), value)}, checkpoint_id=place, no_dist=True)
-    api._solo_sweep.wait()
+    api.alone.sweep.wait()
     assert len(shard_files(tmp_path / "best")) == 2
 
 

@@ -35,7 +35,7 @@ def root(tmp_path):
 
 def save(root, folder, value=1.0):
     dcp.save({"w": torch.full((4,), value)}, checkpoint_id=f"{root}/{folder}", no_dist=True)
-    api._solo_sweep.wait()
+    api.alone.sweep.wait()
 
 
 def load(root, folder):

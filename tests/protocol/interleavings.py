@@ -37,16 +37,19 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.names import METADATA, is_newer, parse_shard_file, shard_files_named_in
 from ray_dcp.progress import advance
+from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.coordinator.coordinator import Coordinator, CoordinatorRecord
 from ray_dcp.protocol.coordinator.membership import JoinRequest
 from ray_dcp.protocol.coordinator.open_call import OpenCall
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
-from ray_dcp.protocol.messages import CallId, decode
-from ray_dcp.protocol.rank.call import Call, RemoteCall, SoloCall, phase
-from ray_dcp.protocol.rank.load import LoadRequest, default_load_planner, load
-from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
+from ray_dcp.protocol.messages import ARRIVE, CallId, decode
+from ray_dcp.protocol.rank.load import LoadRequest, load
+from ray_dcp.protocol.rank.remote_call import RemoteCall
+from ray_dcp.protocol.rank.save import SaveRequest, plan_save, stage_save, write_save
+from ray_dcp.protocol.solo import SoloCall
+from ray_dcp.protocol.steps import default_load_planner, default_save_planner
 from ray_dcp.reads.reader import StoreReader
-from ray_dcp.settings import Limits
+from ray_dcp.settings import Limits, Phase
 from ray_dcp.store import parallel
 from ray_dcp.store.open import register_scheme
 from ray_dcp.store.store import ObjectWriter, StoredObject
@@ -583,7 +586,7 @@ class RankFiber(Fiber):
 
     def _settle(self) -> None:
         """As ``BackgroundSaves``: a save or load waits for the save before it."""
-        with phase(self.call, "collect"):
+        with phase(self.call, Phase.COLLECT):
             self.pause("settle", ready=lambda: all(fiber.done for fiber in self.earlier))
 
     def _save(self) -> Metadata:
@@ -592,7 +595,7 @@ class RankFiber(Fiber):
         state = state_of(self.op.tag, self.process.rank, self.process.request.world_size)
         request = SaveRequest(state, location, StoreWriter(location), default_save_planner(None))
         planned = plan_save(request, self.call)
-        self.attempt = planned.plan.storage_data.attempt
+        self.attempt = planned.final_plan.storage_data.attempt
         if self.op.staged:
             planned = stage_save(planned, self.call)
             self.in_background = True
@@ -621,8 +624,8 @@ class RankFiber(Fiber):
         return tag
 
     def _barrier(self) -> None:
-        with phase(self.call, "arrive"):
-            self.call.exchange("arrive", None)
+        with phase(self.call, Phase.ARRIVE):
+            self.call.exchange(ARRIVE, None)
 
 
 def _is_ours(text: str) -> bool:

@@ -38,7 +38,7 @@ def _no_save_left_behind(monkeypatch):
     """Each test has asynchronous saves of its own: what one leaves failed is no business of the next."""
     from ray_dcp import api
 
-    monkeypatch.setattr(api, "_solo_saves", BackgroundSaves())
+    monkeypatch.setattr(api.alone, "background", BackgroundSaves())
 
 
 def load(place):

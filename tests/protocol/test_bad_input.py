@@ -359,3 +359,30 @@ def test_processes_without_a_group_that_save_one_id_are_told_that_each_saves_alo
         lambda rank: {"w": LocalShards((6,), {(2 * rank,): torch.ones(2)})}, tmp_path / "g"
     ):
         assert "No group here" not in str(error)
+
+
+NO_PLUG_INS = {
+    "storage_writer": lambda place, group: dcp.save({"w": torch.ones(4)}, storage_writer=place, group=group),
+    "storage_reader": lambda place, group: dcp.load({"w": torch.ones(4)}, storage_reader=place, group=group),
+    "save's planner": lambda place, group: dcp.save({}, checkpoint_id=place, planner=place, group=group),
+    "load's planner": lambda place, group: dcp.load(template(), checkpoint_id=place, planner=place, group=group),
+}
+
+
+@pytest.mark.parametrize("argument", NO_PLUG_INS)
+def test_what_one_rank_passes_that_is_no_plug_in_is_told_to_the_others(tmp_path, argument):
+    place = str(tmp_path / "c")
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=place, no_dist=True)
+    ranks = ThreadRanks(2)
+
+    def on_rank(rank):
+        group = ThreadGroup(ranks, rank)
+        if rank == 1:
+            return NO_PLUG_INS[argument](place, group)
+        if "save" in argument or "writer" in argument:
+            return dcp.save({"w": torch.ones(4)}, checkpoint_id=place, group=group)
+        return dcp.load({"w": torch.zeros(4)}, checkpoint_id=place, group=group)
+
+    for outcome in ranks.run(on_rank):
+        assert isinstance(outcome, CheckpointException)
+        assert 0 not in outcome.failed_ranks

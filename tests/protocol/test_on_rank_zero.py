@@ -11,6 +11,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
+from ray_dcp.protocol.coordinator.coordinator import Coordinator
+from ray_dcp.settings import Limits
 from tests.ranks import ThreadRanks, require_no_errors
 
 
@@ -144,3 +146,29 @@ def test_a_global_plan_with_a_hole_is_refused_also_there(tmp_path):
     for outcome in outcomes:
         assert "t: no rank has rows 4:6" in str(outcome)
     assert not (tmp_path / "c").exists()
+
+
+def test_a_global_plan_there_has_a_limit_of_its_own(tmp_path):
+    now, goes_on = [0.0], threading.Event()
+    coordinator = Coordinator("threads", clock=lambda: now[0])
+    limits = Limits(stall_timeout_s=1000, phase_stall_timeout_s={"global plan": 5})
+    ranks = ThreadRanks(2, coordinator=coordinator, limits=limits)
+
+    class Slow(LockedPlanner):
+        def create_global_plan(self, all_plans):
+            while not goes_on.is_set():
+                now[0] += 1
+                coordinator.check_limits()
+                goes_on.wait(0.001)
+            return super().create_global_plan(all_plans)
+
+    def save(rank):
+        try:
+            return ranks.save_rank(rank, shards(rank, 1.0), tmp_path / "c", planner=Slow())
+        finally:
+            goes_on.set()  # the other rank is told
+
+    for outcome in ranks.run(save):
+        assert isinstance(outcome, CheckpointException)
+        assert "made no progress in phase 'global plan'" in str(outcome)
+    assert now[0] < 100

@@ -261,7 +261,8 @@ def test_what_differed_is_kept_shown_and_told_again_at_load(tmp_path, caplog, ca
 
 def test_a_staged_save_tells_of_the_values_at_the_call(tmp_path, caplog):
     from ray_dcp.protocol.rank.background import BackgroundSaves
-    from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, plan_save, stage_save, write_save
+    from ray_dcp.protocol.rank.save import SaveRequest, plan_save, stage_save, write_save
+    from ray_dcp.protocol.steps import default_save_planner
 
     ranks = ThreadRanks(2)
     place = str(tmp_path / "c")
@@ -292,5 +293,5 @@ def test_the_variable_says_what_no_argument_does():
 def test_one_process_alone_is_not_slowed(tmp_path, monkeypatch):
     import ray_dcp as dcp
 
-    monkeypatch.setattr("ray_dcp.protocol.rank.save.replica_digests", None)
+    monkeypatch.setattr("ray_dcp.protocol.engines.plugin_save.replica_digests", None)
     dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "c", no_dist=True)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from ray_dcp import CheckpointException, PerRank, StoreReader
-from ray_dcp.protocol.rank.call import RemoteCall
+from ray_dcp.protocol.rank.remote_call import RemoteCall
 from tests.ranks import ThreadRanks, require_no_errors
 
 WITHOUT = ["open", "plan", "read"]
@@ -36,9 +36,9 @@ def phases(monkeypatch):
     seen = defaultdict(list)
     exchange = RemoteCall.exchange
 
-    def noted(self, phase, part):
-        seen[self.rank].append(phase)
-        return exchange(self, phase, part)
+    def noted(self, one, part):
+        seen[self.rank].append(one.phase)
+        return exchange(self, one, part)
 
     monkeypatch.setattr(RemoteCall, "exchange", noted)
     return seen

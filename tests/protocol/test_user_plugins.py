@@ -18,7 +18,9 @@ from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError, UnsafeDataError
 from ray_dcp.planning.save_plan.state_planner import for_global_step
 from ray_dcp.protocol.messages import carry
-from ray_dcp.protocol.rank.save import SaveRequest, default_save_planner, save, staged_by, when_staged
+from ray_dcp.protocol.rank.save import SaveRequest, save
+from ray_dcp.protocol.rank.user_staging import staged_by, when_staged
+from ray_dcp.protocol.steps import default_save_planner
 from tests.protocol import plugins
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import same_bits

@@ -15,7 +15,7 @@ from ray_dcp.errors import GroupError, OutOfStepError, without_keys
 from ray_dcp.protocol.coordinator.open_call import OpenCall
 from ray_dcp.protocol.exception import CheckpointException, RankFailure
 from ray_dcp.protocol.messages import CallId
-from ray_dcp.settings import Limits
+from ray_dcp.settings import Limits, Phase
 
 PATIENCE_S = 30.0
 """How long a rank waits in a call that has failed without it before, in case that the others make it once more."""
@@ -134,7 +134,7 @@ class Calls:
         gone_to = (self._settled_before if entry.call_id.kind == "save" else self._reached).get(rank, -1)
         if gone_to > entry.position and entry.call.waits_for(rank):
             message = f"rank {rank} has left this {entry.call_id.kind} and gone on to a later call"
-            entry.call.fail([RankFailure(rank, entry.call.phase_now, "GroupError", message, "")])
+            entry.call.fail([RankFailure(rank, str(entry.call.phase_now), "GroupError", message, "")])
 
     def ended(self, call: OpenCall) -> None:
         """A call has ended. Where it worked, all ranks were in it: nobody comes to an earlier one any more."""
@@ -245,7 +245,7 @@ class Calls:
             others=sorted(theirs.numbers),
             others_call=_named(theirs.call_id),
         )
-        return RankFailure.from_exception(error, rank=rank, phase="collect")
+        return RankFailure.from_exception(error, rank=rank, phase=Phase.COLLECT)
 
     def _take_out_of_sequence(self, rank: int) -> None:
         """The call that this rank makes, or waits in, has no position of its own: its next has."""

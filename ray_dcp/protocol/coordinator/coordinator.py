@@ -26,7 +26,7 @@ from ray_dcp.protocol.coordinator.membership import JoinRequest, Membership, Mem
 from ray_dcp.protocol.coordinator.open_call import OpenCall
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
 from ray_dcp.protocol.messages import CallId
-from ray_dcp.settings import Limits
+from ray_dcp.settings import Limits, Phase
 
 Execute = Callable[[Callable[[], None]], object]
 
@@ -169,7 +169,7 @@ class Coordinator:
     # Calls.
 
     def contribute(
-        self, call_id: CallId, rank: int, phase: str, message: bytes, *, again: bool = False
+        self, call_id: CallId, rank: int, phase: Phase, message: bytes, *, again: bool = False
     ) -> Future[bytes]:
         """A rank's part of a phase; its answer, encoded, once all parts are there.
 
@@ -193,7 +193,7 @@ class Coordinator:
             self._call(call_id, rank, own=failure).fail([failure])
 
     def report_progress(
-        self, call_id: CallId, rank: int, phase: str, mark: int, nbytes: int
+        self, call_id: CallId, rank: int, phase: Phase, mark: int, nbytes: int
     ) -> CheckpointException | None:
         """A rank is at work on a call. Returns how that has failed, if it has: the rank may stop working."""
         with self._lock:
@@ -272,7 +272,7 @@ class Coordinator:
     def _lost_failure(self, call: OpenCall) -> list[RankFailure]:
         return [
             RankFailure(
-                rank, call.phase_now, "RankLostError", why, "", RankLostError(group=self.name, lost={rank: why})
+                rank, str(call.phase_now), "RankLostError", why, "", RankLostError(group=self.name, lost={rank: why})
             )
             for rank, why in sorted(self._membership.lost.items())
         ]

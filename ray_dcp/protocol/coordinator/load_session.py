@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, cast
 
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.planning.node_sharing import NodeShare, ShareOffer, plan_shares
-from ray_dcp.planning.template.comparison import ASKS_NOTHING, TemplateCheck
-from ray_dcp.protocol.coordinator.session import Session, for_rank_zero, one_checkpoint_id
-from ray_dcp.protocol.messages import Carried
+from ray_dcp.planning.node_sharing import NodeShare, plan_shares
+from ray_dcp.planning.template.comparison import ASKS_NOTHING
+from ray_dcp.protocol.coordinator.session import Session, one_checkpoint_id
+from ray_dcp.protocol.messages import (
+    OPEN,
+    PLAN_LOAD,
+    PLAN_LOAD_HERE,
+    READ,
+    SEND_PLAN,
+    LoadAnswer,
+    LoadPart,
+    Message,
+    OpenPart,
+    PlanLoadHere,
+    SendPlan,
+)
+from ray_dcp.protocol.steps import GlobalLoadSteps, global_load_steps
 from ray_dcp.reads.checkpoint import OpenedCheckpoint, open_for_ranks
+from ray_dcp.settings import Phase
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.wording import ranks_text
-
-Accepted = tuple[LoadPlan | None, tuple[str, ...], NodeShare | None]
-"""The answer to a rank's plan: the final one, unexpected names, its node's share."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenContribution:
-    """What a rank sends to open a checkpoint: ``opens`` is False where a user's reader reads the metadata."""
-
-    checkpoint_id: str
-    opens: bool
-
-
-class NoGlobalStep:
-    """In place of a planner and a reader whose global step is torch's default: each rank's plan stays as it is."""
-
-
-NO_GLOBAL_STEP = NoGlobalStep()
-
-
-class SendPlans:
-    """The answer where plans were kept back and rank 0's planner or reader wants to see them."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadContribution:
-    """What a rank sends to plan a load. ``check`` is None where a user's planner decides what fits.
-
-    ``plan`` is None where this rank's planner and reader have no global step: it may be large. ``carried``, of rank 0
-    alone: its (planner, reader), None where they stay.
-    """
-
-    plan: LoadPlan | None
-    check: TemplateCheck | None
-    strict: bool | str
-    per_rank_problems: tuple[str, ...] = ()
-    carried: Carried | tuple[LoadPlanner, StorageReader] | NoGlobalStep | None = None
-    offer: ShareOffer | None = None
-    """What ranks of its node could read for this one."""
 
 
 class LoadSession(Session):
@@ -65,98 +38,95 @@ class LoadSession(Session):
     for that.
     """
 
-    first_phase: ClassVar[str] = "open"
+    first_phase: ClassVar[Phase] = Phase.OPEN
 
     def __init__(self) -> None:
         self.checkpoint_id = ""
-        self._carried: Carried | tuple[LoadPlanner, StorageReader] | NoGlobalStep | None = None
-        self._following: dict[str, str] = {"open": "plan"}
+        self._steps: GlobalLoadSteps | None = None
+        self._following: dict[Phase, Phase] = {Phase.OPEN: Phase.PLAN}
         self._unexpected: tuple[str, ...] = ()
 
-    def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
-        steps: Mapping[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
-            "open": self._open,
-            "plan": self._plan,
-            "plans": self._plan_globally,
-            "global plan": lambda parts: self._accept(parts[0]),
-            "read": self._read,
-            "restore": lambda parts: [None] * len(parts),
-        }
-        return steps[phase](contributions)
+    def step(self, phase: Phase, parts: Sequence[Message]) -> Sequence[Message]:
+        match phase:
+            case Phase.OPEN:
+                return self._open(OPEN.parts(parts))
+            case Phase.PLAN:
+                return self._plan(PLAN_LOAD.parts(parts))
+            case Phase.PLANS:
+                return self._plan_globally(SEND_PLAN.parts(parts), Phase.PLANS)
+            case Phase.GLOBAL_PLAN:
+                return self._accept(PLAN_LOAD_HERE.parts(parts)[0] or ())
+            case Phase.READ:
+                return self._read(READ.parts(parts))
+            case Phase.RESTORE:
+                return [None] * len(parts)
+        raise AssertionError(f"a load has no phase {phase!r}")
 
-    def next_phase(self, phase: str) -> str | None:
+    def next_phase(self, phase: Phase) -> Phase | None:
         return self._following.get(phase)
 
-    def _open(self, contributions: Sequence[OpenContribution]) -> Sequence[OpenedCheckpoint | None]:
-        self.checkpoint_id = one_checkpoint_id([part.checkpoint_id for part in contributions])
-        if contributions[0].opens:
-            return open_for_ranks(self.checkpoint_id, len(contributions))
-        return [None] * len(contributions)
+    def _open(self, parts: Sequence[OpenPart]) -> Sequence[OpenedCheckpoint | None]:
+        self.checkpoint_id = one_checkpoint_id([part.checkpoint_id for part in parts])
+        if parts[0].opens:
+            return open_for_ranks(self.checkpoint_id, len(parts))
+        return [None] * len(parts)
 
-    def _plan(self, contributions: Sequence[LoadContribution]) -> Sequence[Any]:
+    def _plan(self, parts: Sequence[LoadPart]) -> Sequence[Message]:
         reached(Point.LOAD_PLAN)
-        self._unexpected = _unexpected_everywhere(contributions)
-        _require_fitting_templates(contributions, self._unexpected)
-        self._carried = contributions[0].carried
-        if isinstance(self._carried, NoGlobalStep):
-            self._following["plan"] = "read"
-            shares = plan_shares([part.offer for part in contributions])
-            return self._accept([part.plan for part in contributions], shares)
-        local_plans = [part.plan for part in contributions if part.plan is not None]
-        if len(local_plans) < len(contributions):
-            self._following["plan"] = "plans"
-            return [SendPlans()] * len(contributions)
-        return self._plan_globally(local_plans, phase="plan")
+        self._unexpected = _unexpected_everywhere(parts)
+        _require_fitting_templates(parts, self._unexpected)
+        self._steps = global_load_steps(parts)
+        if not self._steps.needs_plans:
+            self._following[Phase.PLAN] = Phase.READ
+            return self._accept([part.plan for part in parts], plan_shares([part.offer for part in parts]))
+        local_plans = [part.plan for part in parts if part.plan is not None]
+        if len(local_plans) < len(parts):
+            self._following[Phase.PLAN] = Phase.PLANS
+            return [SendPlan()] * len(parts)
+        return self._plan_globally(local_plans, Phase.PLAN)
+
+    def _plan_globally(self, local_plans: Sequence[LoadPlan], phase: Phase) -> Sequence[Message]:
+        assert self._steps is not None
+        planned = self._steps.plan(local_plans)
+        if self._steps.stays_on_rank_zero:
+            self._following |= {phase: Phase.GLOBAL_PLAN, Phase.GLOBAL_PLAN: Phase.READ}
+            return cast(Sequence[PlanLoadHere], planned)
+        self._following[phase] = Phase.READ
+        return self._accept(cast(Sequence[LoadPlan | None], planned))
 
     def _read(self, restores: Sequence[bool]) -> Sequence[bool]:
         """Whether any rank runs code, which may fail, to restore."""
         if any(restores):
-            self._following["read"] = "restore"
+            self._following[Phase.READ] = Phase.RESTORE
         return [any(restores)] * len(restores)
 
-    def _plan_globally(self, local_plans: Sequence[LoadPlan], phase: str = "plans") -> Sequence[Any]:
-        assert not isinstance(self._carried, NoGlobalStep)
-        if self._carried is None:
-            self._following |= {phase: "global plan", "global plan": "read"}
-            return for_rank_zero(local_plans)
-        self._following[phase] = "read"
-        planner, reader = self._carried.unpack() if isinstance(self._carried, Carried) else self._carried
-        return self._accept(plan_load_globally(planner, reader, local_plans))
-
-    def _accept(self, plans: Sequence[LoadPlan | None], shares: Sequence[NodeShare | None] = ()) -> Sequence[Accepted]:
+    def _accept(self, plans: Sequence[LoadPlan | None], shares: Sequence[NodeShare | None] = ()) -> Sequence[Message]:
         """Final plans (None: the rank's own), to every rank the names that no rank's template has, and what it shares.
 
         Ranks that get the same get one and the same object.
         """
-        answers: dict[tuple[int, int], Accepted] = {}
+        answers: dict[tuple[int, int], LoadAnswer] = {}
         for plan, share in zip(plans, shares or [None] * len(plans), strict=True):
             answers.setdefault((id(plan), id(share)), (plan, self._unexpected, share))
         return [answers[id(plan), id(share)] for plan, share in zip(plans, shares or [None] * len(plans), strict=True)]
 
 
-def plan_load_globally(
-    planner: LoadPlanner, reader: StorageReader, local_plans: Sequence[LoadPlan]
-) -> Sequence[LoadPlan]:
-    """A load's global step, wherever planner and reader are."""
-    return reader.prepare_global_plan(planner.create_global_plan(list(local_plans)))
-
-
-def _unexpected_everywhere(contributions: Sequence[LoadContribution]) -> tuple[str, ...]:
-    checks = [part.check for part in contributions]
+def _unexpected_everywhere(parts: Sequence[LoadPart]) -> tuple[str, ...]:
+    checks = [part.check for part in parts]
     if not checks or any(check is None for check in checks):
         return ()
     return tuple(sorted(set.intersection(*(set(check.unexpected) for check in checks if check is not None))))
 
 
-def _require_fitting_templates(contributions: Sequence[LoadContribution], unexpected: tuple[str, ...]) -> None:
+def _require_fitting_templates(parts: Sequence[LoadPart], unexpected: tuple[str, ...]) -> None:
     found: dict[str, list[int]] = {}
-    for rank, part in enumerate(contributions):
+    for rank, part in enumerate(parts):
         for problem in [*_rank_problems(part, unexpected), *part.per_rank_problems]:
             found.setdefault(problem, []).append(rank)
-    if found or not _any_finds(contributions):
-        everywhere = list(range(len(contributions)))
-        advice = dict.fromkeys(part.check.advice for part in contributions if part.check is not None)
-        if _any_finds(contributions):
+    if found or not _any_finds(parts):
+        everywhere = list(range(len(parts)))
+        advice = dict.fromkeys(part.check.advice for part in parts if part.check is not None)
+        if _any_finds(parts):
             advice = {line: None for line in advice if not line.startswith(ASKS_NOTHING)}
         raise StateDictError(
             ". ".join(["the template does not fit the checkpoint; nothing was loaded", *filter(None, advice)]),
@@ -164,12 +134,12 @@ def _require_fitting_templates(contributions: Sequence[LoadContribution], unexpe
         )
 
 
-def _any_finds(contributions: Sequence[LoadContribution]) -> bool:
+def _any_finds(parts: Sequence[LoadPart]) -> bool:
     """Whether the load will fill anything that its templates ask for: one that fills nothing is an error, always."""
-    return any(part.check is None or part.check.finds for part in contributions)
+    return any(part.check is None or part.check.finds for part in parts)
 
 
-def _rank_problems(part: LoadContribution, unexpected: tuple[str, ...]) -> list[str]:
+def _rank_problems(part: LoadPart, unexpected: tuple[str, ...]) -> list[str]:
     if part.check is None:
         return []
     problems = list(part.check.problems)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from ray_dcp.errors import CoordinatorLostError, GroupError, RankAbsentError, StalledError, without_keys
 from ray_dcp.gc_pause import collector_paused
@@ -15,8 +14,8 @@ from ray_dcp.progress import Progress, working
 from ray_dcp.protocol.coordinator.membership import resolve
 from ray_dcp.protocol.coordinator.small_sessions import SESSIONS
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
-from ray_dcp.protocol.messages import CallId, decode, encode
-from ray_dcp.settings import Limits
+from ray_dcp.protocol.messages import CallId, Message, decode, encode
+from ray_dcp.settings import Limits, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +24,9 @@ SAY_EVERY_S = 30.0
 _MAX_NAMED_RANKS = 8
 
 
-def coordinator_phase(kind: str, phase: str) -> str:
-    """The name of what the coordinator does when all parts of ``phase`` are there."""
-    return "commit" if (kind, phase) == ("save", "write") else phase
+def coordinator_phase(kind: str, phase: Phase) -> Phase:
+    """What the coordinator does when all parts of ``phase`` are there."""
+    return Phase.COMMIT if (kind, phase) == ("save", Phase.WRITE) else phase
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class _SentPart:
 class _Seen:
     """What was last seen of a rank, and since when it has not changed."""
 
-    phase: str
+    phase: Phase
     mark: int
     nbytes: int
     since_s: float
@@ -70,8 +69,8 @@ class OpenCall:
         self._opened_s = self._said_s = clock()
         self._session = SESSIONS[call_id.kind]()
         self._phase_now = self._session.first_phase
-        self._parts: dict[str, dict[int, _SentPart]] = {}
-        self._answers: dict[str, Sequence[bytes]] = {}
+        self._parts: dict[Phase, dict[int, _SentPart]] = {}
+        self._answers: dict[Phase, Sequence[bytes]] = {}
         self._seen: dict[int, _Seen] = {}
         self._step: _Seen | None = None
         """While the coordinator's own step runs: how far that is."""
@@ -83,7 +82,7 @@ class OpenCall:
         self.ended = False
 
     @property
-    def phase_now(self) -> str:
+    def phase_now(self) -> Phase:
         """The phase that is being waited for or carried out."""
         return self._phase_now
 
@@ -102,7 +101,7 @@ class OpenCall:
         """Whether the call has failed and certainly nothing of it is committed, here or by a coordinator before."""
         return self.failure is not None and not self.started_over and not self._session.may_have_committed
 
-    def put(self, rank: int, phase: str, message: bytes) -> Future[bytes]:
+    def put(self, rank: int, phase: Phase, message: bytes) -> Future[bytes]:
         """Take a rank's part. One that comes again gets the same answer as before."""
         future: Future[bytes] = Future()
         if self.failure is not None:
@@ -118,14 +117,14 @@ class OpenCall:
             self._take(rank, phase, message, future)
         return future
 
-    def _take(self, rank: int, phase: str, message: bytes, future: Future[bytes]) -> None:
+    def _take(self, rank: int, phase: Phase, message: bytes, future: Future[bytes]) -> None:
         part = self._parts.setdefault(phase, {}).setdefault(rank, _SentPart(message, []))
         if part.message != message:
             raise GroupError(f"rank {rank} sent two different parts of {phase!r}", group=self._group)
         part.waiting.append(future)
         self.see(rank, phase, mark=-1, nbytes=0)
 
-    def see(self, rank: int, phase: str, *, mark: int, nbytes: int) -> None:
+    def see(self, rank: int, phase: Phase, *, mark: int, nbytes: int) -> None:
         """A rank works on this call and has come as far as ``mark``."""
         before = self._seen.get(rank)
         if before is None or (before.phase, before.mark) != (phase, mark):
@@ -145,7 +144,7 @@ class OpenCall:
         """Whether the call goes on and this rank has not sent its part of the phase."""
         return not self.ended and rank not in self._parts.get(self._phase_now, {})
 
-    def begin_step(self, phase: str) -> bool:
+    def begin_step(self, phase: Phase) -> bool:
         """Whether all parts are there, so that the coordinator's step begins: from now on it alone decides.
 
         A rank that dies during a commit has sent its results already. Failing the call for it while ``.metadata``
@@ -162,7 +161,7 @@ class OpenCall:
             self._step = _Seen(coordinator_phase(self._id.kind, phase), 0, 0, self._clock())
         return begins
 
-    def run(self, phase: str) -> None:
+    def run(self, phase: Phase) -> None:
         """Carry out the coordinator's step of a complete phase and answer every rank, or fail the call."""
         parts = [self._parts[phase][rank] for rank in range(self._world_size)]
         name = coordinator_phase(self._id.kind, phase)
@@ -178,7 +177,7 @@ class OpenCall:
                 self._answer(phase, parts, encoded)
             self._end_step([])
 
-    def _answer(self, phase: str, parts: Sequence[_SentPart], encoded: Sequence[bytes]) -> None:
+    def _answer(self, phase: Phase, parts: Sequence[_SentPart], encoded: Sequence[bytes]) -> None:
         following = self._session.next_phase(phase)
         self._phase_now = following or phase
         self._answers[phase] = encoded
@@ -265,7 +264,7 @@ class OpenCall:
             absent = RankAbsentError(
                 group=self._group, rank=rank, kind=self._id.kind, waited_s=round(now - self._opened_s, 1)
             )
-            return RankFailure.from_exception(absent, rank=rank, phase="collect")
+            return RankFailure.from_exception(absent, rank=rank, phase=Phase.COLLECT)
         if now - seen.since_s <= limits.stall_limit_s(seen.phase):
             return None
         return self._stalled(rank, seen)
@@ -274,7 +273,7 @@ class OpenCall:
         stalled = StalledError(
             group=self._group,
             rank=rank,
-            phase=seen.phase,
+            phase=str(seen.phase),
             stalled_s=round(self._clock() - seen.since_s, 1),
             nbytes=seen.nbytes,
         )
@@ -291,7 +290,7 @@ class OpenCall:
             self.fail([self._stalled(COORDINATOR, step)])
 
 
-def _encode_each(answers: Sequence[Any]) -> list[bytes]:
+def _encode_each(answers: Sequence[Message]) -> list[bytes]:
     """Every answer encoded; one that goes to all ranks is encoded once."""
     encoded: dict[int, bytes] = {}
     for answer in answers:

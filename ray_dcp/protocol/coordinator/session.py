@@ -4,55 +4,46 @@ A session is a plain object. Each of its phases takes what every rank sent, in r
 gets, in rank order. It raises to fail the call for all ranks. Phases run once each, in order, one at a time.
 
 A user's writer stays on rank 0, and so does a planner or reader that cannot be pickled. Their global steps then run
-there, in a phase of their own: rank 0 gets an ``OnRankZero`` with what all ranks sent, and sends back the result.
+there, in a phase of their own: the answers are ``Asked``, rank 0's has what all ranks sent, and it sends the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
-
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import ClassVar, Protocol
 
 from ray_dcp.errors import StateDictError, without_keys
+from ray_dcp.protocol.messages import Message
+from ray_dcp.settings import Phase
 from ray_dcp.wording import ranks_text
 
 
 class Session(Protocol):
     """See the module."""
 
-    first_phase: ClassVar[str]
+    first_phase: ClassVar[Phase]
     checkpoint_id: str
-    attempt: str | None = None
-    """Names a save that writes, as its shard files do; None where there is none."""
 
-    def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
-        """Carry out the coordinator's part of a phase."""
+    def step(self, phase: Phase, parts: Sequence[Message]) -> Sequence[Message]:
+        """Carry out the coordinator's half of a phase: the answers to what each rank has sent."""
         ...
 
-    def next_phase(self, phase: str) -> str | None:
+    def next_phase(self, phase: Phase) -> Phase | None:
         """What follows ``phase`` once its step is done; None when that ends the call."""
         ...
 
     @property
+    def attempt(self) -> str | None:
+        """Names a save that writes, as its shard files do; None where there is none."""
+        return None
+
+    @property
     def may_have_committed(self) -> bool:
+        """Whether a checkpoint may have been committed, whatever became of the call."""
         return False
 
     def give_up(self) -> None:
         """The call has failed; a step that still runs must not commit any more. Called from another thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnRankZero:
-    """The answer to all ranks where the next step is rank 0's. Only rank 0's has the parts."""
-
-    parts: Sequence[Any] | None
-    metadata: Metadata | None = None
-
-
-def for_rank_zero(parts: Sequence[Any], metadata: Metadata | None = None) -> Sequence[OnRankZero]:
-    return [OnRankZero(parts, metadata), *[OnRankZero(None)] * (len(parts) - 1)]
 
 
 def one_checkpoint_id(checkpoint_ids: Sequence[str]) -> str:

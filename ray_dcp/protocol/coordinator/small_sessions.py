@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ray_dcp.catalog.listing import CheckpointInfo
 from ray_dcp.catalog.root_check import newest_step
@@ -12,22 +11,8 @@ from ray_dcp.errors import StateDictError
 from ray_dcp.protocol.coordinator.load_session import LoadSession
 from ray_dcp.protocol.coordinator.save_session import SaveSession
 from ray_dcp.protocol.coordinator.session import Session, one_checkpoint_id
-
-
-@dataclass(frozen=True, slots=True)
-class FailedLoad:
-    """How this rank's load of a step ended: ``damaged`` where stored bytes were not what was written."""
-
-    step: int
-    damaged: bool
-
-
-@dataclass(frozen=True, slots=True)
-class NewestContribution:
-    """What a rank sends to look up a step. ``failed`` where it is to take the place of one that did not load."""
-
-    root: str
-    failed: FailedLoad | None = None
+from ray_dcp.protocol.messages import CHOOSE, FailedLoad, Message
+from ray_dcp.settings import Phase
 
 
 class NewestSession(Session):
@@ -38,14 +23,15 @@ class NewestSession(Session):
     worth going on where the bytes were bad for any of them.
     """
 
-    first_phase: ClassVar[str] = "choose"
+    first_phase: ClassVar[Phase] = Phase.CHOOSE
 
     def __init__(self) -> None:
         self.checkpoint_id = ""
 
-    def step(self, phase: str, contributions: Sequence[NewestContribution]) -> Sequence[CheckpointInfo | None]:
-        self.checkpoint_id = one_checkpoint_id([part.root for part in contributions])
-        return [self._choose([part.failed for part in contributions])] * len(contributions)
+    def step(self, phase: Phase, parts: Sequence[Message]) -> Sequence[CheckpointInfo | None]:
+        asked = CHOOSE.parts(parts)
+        self.checkpoint_id = one_checkpoint_id([part.root for part in asked])
+        return [self._choose([part.failed for part in asked])] * len(asked)
 
     def _choose(self, failed: Sequence[FailedLoad | None]) -> CheckpointInfo | None:
         steps = {load.step if load is not None else None for load in failed}
@@ -54,20 +40,20 @@ class NewestSession(Session):
         hopeless = failed[0] is not None and not any(load is not None and load.damaged for load in failed)
         return None if hopeless else newest_step(self.checkpoint_id, before=steps.pop())
 
-    def next_phase(self, phase: str) -> str | None:
+    def next_phase(self, phase: Phase) -> Phase | None:
         return None
 
 
 class BarrierSession(Session):
     """arrive: all ranks are here."""
 
-    first_phase: ClassVar[str] = "arrive"
+    first_phase: ClassVar[Phase] = Phase.ARRIVE
     checkpoint_id = ""
 
-    def step(self, phase: str, contributions: Sequence[Any]) -> Sequence[Any]:
-        return [None] * len(contributions)
+    def step(self, phase: Phase, parts: Sequence[Message]) -> Sequence[Message]:
+        return [None] * len(parts)
 
-    def next_phase(self, phase: str) -> str | None:
+    def next_phase(self, phase: Phase) -> Phase | None:
         return None
 
 

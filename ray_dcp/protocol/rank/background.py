@@ -26,8 +26,9 @@ from typing_extensions import Self
 
 from ray_dcp.errors import ForkedProcessError
 from ray_dcp.lifetime import before_exit
+from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.exception import CheckpointException, RankFailure, UntoldSaveError
-from ray_dcp.protocol.rank.call import Call, phase
+from ray_dcp.settings import Phase
 from ray_dcp.store.location.urls import shown_url
 
 _T = TypeVar("_T")
@@ -166,7 +167,7 @@ class BackgroundSaves:
         self._started.append(response)
         writer = threading.Thread(target=_run, args=(response, save, call), name="ray_dcp-save", daemon=False)
         try:
-            with phase(call, "write"):  # should the system have no thread to give, the others must not wait
+            with phase(call, Phase.WRITE):  # should the system have no thread to give, the others must not wait
                 response.written_by(writer).start()
         except BaseException as error:
             response.set_exception(error)
@@ -211,7 +212,7 @@ def _run(response: AsyncSaveResponse, save: Callable[[], Metadata], call: Call) 
     except CheckpointException as error:
         response.set_exception(error)
     except BaseException as error:  # noqa: BLE001 - the thread ends here: the response is where it is told
-        failure = RankFailure.from_exception(error, rank=call.rank, phase="write")
+        failure = RankFailure.from_exception(error, rank=call.rank, phase=Phase.WRITE)
         response.set_exception(CheckpointException(call.kind, call.checkpoint_id, [failure]))
     else:
         response.set_result(metadata)

@@ -1,7 +1,4 @@
-"""A rank's end of one save, load or barrier.
-
-A *call* is what a rank holds while it takes part. ``exchange`` sends this rank's part of a phase and returns its
-answer once all ranks have sent theirs. The first failure anywhere ends the call for every rank.
+"""``RemoteCall``: a call of one rank of several, whose parts travel to a coordinator in another process.
 
 A coordinator may die and start over in the middle of a call. It then knows the group, but nothing of the call: each
 rank sends again all its parts so far, and goes on where it was, provided that the answers are the same as before.
@@ -9,109 +6,24 @@ rank sends again all its parts so far, and goes on where it was, provided that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
+from typing import Any, ClassVar, Protocol
 
 from ray_dcp.errors import CoordinatorLostError, GroupError
-from ray_dcp.gc_pause import collector_paused
-from ray_dcp.progress import Progress, working
-from ray_dcp.protocol.coordinator.open_call import coordinator_phase
-from ray_dcp.protocol.coordinator.small_sessions import SESSIONS
+from ray_dcp.progress import Progress
+from ray_dcp.protocol.call import phase
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
-from ray_dcp.protocol.messages import carry, decode, encode
+from ray_dcp.protocol.messages import AnswerT, Carried, Exchange, Message, PartT, carry, decode, encode
+from ray_dcp.settings import Phase
 
 _MAX_RESTARTS = 5
 """Of the coordinator within one exchange: one that dies again and again is not worth waiting for."""
 
 
-class Call(Protocol):
-    """One rank's end of one call. Used by one thread at a time."""
-
-    rank: int
-    world_size: int
-    kind: str
-    checkpoint_id: str
-    failed: bool
-    """A ``CheckpointException`` before that is not this call's: a hook of the user's has made another one, say."""
-    progress: Progress
-    """How far this rank is; whoever waits for it looks at this."""
-    started_over: bool
-    """The coordinator died during this call: nobody here knows how far it had come."""
-
-    def exchange(self, phase: str, part: Any) -> Any:
-        """Send this rank's part, return its answer. Raises ``CheckpointException`` when the call fails anywhere."""
-        ...
-
-    def report(self, failure: RankFailure) -> None:
-        """Tell the others that this rank has failed; never raises."""
-        ...
-
-    def carry(self, *user_objects: Any) -> Any:
-        """Planners, writers and readers in the form in which the coordinator's half takes them.
-
-        None where they cannot travel, so that their global steps are this rank's.
-        """
-        ...
-
-
-@contextmanager
-def phase(call: Call, name: str) -> Iterator[None]:
-    """What fails in the block fails the call, everywhere, as this rank's failure in phase ``name``.
-
-    Leaves by ``CheckpointException``, or by the original where it asks the process to end.
-    """
-    try:
-        with working(call.progress, name):
-            yield
-    except BaseException as error:
-        if call.failed and isinstance(error, CheckpointException):
-            raise
-        failure = RankFailure.from_exception(error, rank=call.rank, phase=name)
-        call.report(failure)
-        if not isinstance(error, Exception | TorchCheckpointException):
-            raise  # KeyboardInterrupt, SystemExit: the others know, this process ends
-        call.failed = True
-        raise CheckpointException(call.kind, call.checkpoint_id, [failure]) from error
-
-
-class SoloCall:
-    """The only rank of a call: the coordinator's half runs in place, nothing is pickled, no Ray is needed."""
-
-    def __init__(self, kind: str, checkpoint_id: str) -> None:
-        self.rank = 0
-        self.world_size = 1
-        self.kind = kind
-        self.checkpoint_id = checkpoint_id
-        self.failed = False
-        self.progress = Progress()
-        self.started_over = False
-        self._session = SESSIONS[kind]()
-
-    def exchange(self, phase: str, part: Any) -> Any:
-        try:
-            with collector_paused():
-                (answer,) = self._session.step(phase, [part])
-        except (Exception, TorchCheckpointException) as error:
-            failure = RankFailure.from_exception(error, rank=COORDINATOR, phase=coordinator_phase(self.kind, phase))
-            self.failed = True
-            raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from error
-        return answer
-
-    def report(self, failure: RankFailure) -> None:
-        """There is nobody else."""
-
-    def carry(self, *user_objects: Any) -> Any:
-        return user_objects
-
-
 class Link(Protocol):
     """A rank's way to its coordinator, for one call."""
 
-    def send(self, phase: str, message: bytes) -> bytes:
+    def send(self, phase: Phase, message: bytes) -> bytes:
         """The coordinator's answer to this rank's part of a phase.
 
         Raises ``CoordinatorLostError`` when the coordinator has died, does not answer or has started over.
@@ -129,13 +41,15 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Exchanged:
-    phase: str
+    phase: Phase
     message: bytes
     answer: bytes
 
 
 class RemoteCall:
     """One rank of several: parts travel to the coordinator as messages, over a ``Link``."""
+
+    in_one_process: ClassVar[bool] = False
 
     def __init__(self, *, rank: int, world_size: int, kind: str, checkpoint_id: str, link: Link) -> None:
         self.rank = rank
@@ -148,8 +62,8 @@ class RemoteCall:
         self._link = link
         self._exchanged: list[_Exchanged] = []
 
-    def exchange(self, phase: str, part: Any) -> Any:
-        message = self._encoded(phase, part)
+    def exchange(self, exchange: Exchange[PartT, AnswerT], part: PartT) -> AnswerT:
+        phase, message = exchange.phase, self._encoded(exchange.phase, part)
         working_on, self.progress.phase = self.progress.phase, None
         try:
             answer = self._send(phase, message)
@@ -163,7 +77,7 @@ class RemoteCall:
         finally:
             self.progress.phase = working_on
         self._exchanged.append(_Exchanged(phase, message, answer))
-        return decode(answer)
+        return exchange.answer(decode(answer))
 
     def as_failed(self, error: CheckpointException) -> CheckpointException:
         """``error``, with which this call has failed elsewhere, for whoever is at work here."""
@@ -173,12 +87,12 @@ class RemoteCall:
         # The call failed before its coordinator knew what it is about.
         return CheckpointException(self.kind, self.checkpoint_id, error.rank_failures)
 
-    def _encoded(self, name: str, part: Any) -> bytes:
+    def _encoded(self, name: Phase, part: Message) -> bytes:
         """A part that cannot be pickled never arrives: the others must not wait for it."""
         with phase(self, name):
             return encode(part)
 
-    def _send(self, phase: str, message: bytes) -> bytes:
+    def _send(self, phase: Phase, message: bytes) -> bytes:
         """The answer, from this coordinator or, when it dies, from the next one."""
         for _ in range(_MAX_RESTARTS):
             try:
@@ -222,5 +136,5 @@ class RemoteCall:
             else:
                 return
 
-    def carry(self, *user_objects: Any) -> Any:
+    def carry(self, *user_objects: Any) -> Carried | None:
         return carry(*user_objects)

@@ -9,21 +9,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 
 from ray_dcp.planning.template.overlaps import SharedMemory, reach
-from ray_dcp.reads.reader import StoreReader
 from ray_dcp.torch_private import neg_view
 from ray_dcp.wording import joined
 
 
+class ReadsAside(Protocol):
+    """A reader, asked before anything is loaded."""
+
+    def are_stored_alike(self, fqns: Sequence[str]) -> bool:
+        """Whether these stored tensors have the same values for certain."""
+        ...
+
+    def read_aside(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read ``plan`` into what ``planner`` gives, which is no part of the template."""
+        ...
+
+
 def differing_values(
-    groups: Sequence[SharedMemory], plan: LoadPlan, planner: LoadPlanner, reader: StorageReader
+    groups: Sequence[SharedMemory], plan: LoadPlan, planner: LoadPlanner, reader: ReadsAside
 ) -> list[str]:
     """A line for each of ``groups`` for whose names the checkpoint has other values."""
     items: Mapping[str, list[ReadItem]] = defaultdict(list)
@@ -41,17 +51,14 @@ def differing_values(
 
 
 def _agree(
-    group: SharedMemory, items: Mapping[str, Sequence[ReadItem]], planner: LoadPlanner, reader: StorageReader
+    group: SharedMemory, items: Mapping[str, Sequence[ReadItem]], planner: LoadPlanner, reader: ReadsAside
 ) -> bool:
-    if group.is_tied and isinstance(reader, StoreReader):
+    if group.is_tied:
         stored = [items[fqn][0].storage_index.fqn for fqn in group.fqns if items[fqn]]
         if reader.are_stored_alike(stored):
             return True
     aside = _Aside(planner)
-    nbytes_loaded = getattr(reader, "nbytes_loaded", 0)
-    reader.read_data(LoadPlan([item for fqn in group.fqns for item in items[fqn]]), aside).wait()
-    if isinstance(reader, StoreReader):
-        reader.nbytes_loaded = nbytes_loaded  # nothing has come to the template
+    reader.read_aside(LoadPlan([item for fqn in group.fqns for item in items[fqn]]), aside)
     return aside.agrees()
 
 
@@ -108,4 +115,4 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
 
 
-__all__ = ["differing_values"]
+__all__ = ["ReadsAside", "differing_values"]

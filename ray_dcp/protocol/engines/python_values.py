@@ -6,29 +6,22 @@ changes plans globally, or reads in its own way, all is read at once, as under t
 
 from __future__ import annotations
 
-import functools
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 
 from ray_dcp.errors import UnsafeDataError
-from ray_dcp.format.metadata_file import decode_python
-from ray_dcp.format.scalar_record import NotAScalarError, scalar_of
-from ray_dcp.planning.template.template_planner import TemplatePlanner
 from ray_dcp.progress import Progress
-from ray_dcp.protocol.rank.plugin_progress import CountingPlanner
-from ray_dcp.reads.reader import StoreReader
+from ray_dcp.protocol.engines.plugin_calls import CountingPlanner
 from ray_dcp.reads.tasks import KeepsRecords, NamedBytes
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.wording import joined
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """A Python object that was read; ``content`` has none of its bytes taken."""
 
     item: ReadItem
@@ -40,21 +33,37 @@ class _Kept(NamedTuple):
         return NamedBytes(self.record, self.file)
 
 
-class PythonValues:
-    """For one planner and reader. ``decoded`` has the values so far, by name, where ray_dcp's planner decodes them."""
+class Reads(Protocol):
+    """What reads."""
 
-    def __init__(
-        self, planner: LoadPlanner, reader: StorageReader, progress: Progress, *, trusted: bool, checkpoint_id: str
-    ) -> None:
-        self.decoded: dict[str, Any] = {}
+    reader: Any
+    """DCP's ``StorageReader``."""
+    counts_progress: bool
+    """Whether it tells how far it is while it reads."""
+    can_keep_python_back: bool
+    """Whether it is all the same to it when a planner takes a Python value."""
+
+
+class TakesPython(Protocol):
+    """Who has Python values in the end."""
+
+    planner: Any
+    """DCP's ``LoadPlanner``."""
+
+    def take(self, kept: Kept) -> None:
+        """Decode a value, and keep it until it is put in place. Raises what it must not, or cannot, be decoded for."""
+        ...
+
+
+class PythonValues:
+    """Reads plans for one planner by one reader."""
+
+    def __init__(self, planner: TakesPython, reader: Reads, progress: Progress, checkpoint_id: str) -> None:
         self._planner = planner
-        self._own_planner = planner if isinstance(planner, TemplatePlanner) else None
         self._reader = reader
         self._progress = progress
-        self._trusted = trusted
         self._checkpoint_id = checkpoint_id
-        self._kept_back: list[_Kept] = []
-        self._puts: list[Callable[[], None]] = []
+        self._kept_back: list[Kept] = []
         self._read: set[int] = set()
         """Items of the local plan, by identity."""
         self._rest: tuple[LoadPlan, LoadPlan] | None = None
@@ -78,57 +87,24 @@ class PythonValues:
 
     def fill(self, plan: LoadPlan) -> None:
         """Read ``plan``: fill its tensors, decode its Python values."""
-        planner: Any = self._planner
-        if isinstance(self._reader, StoreReader) or reads_parts(self._reader):
+        planner: Any = self._planner.planner
+        if self._reader.can_keep_python_back:
             planner = _PythonValuesLater(planner, self._kept_back, self._checkpoint_id)
-        if not isinstance(self._reader, StoreReader):
+        if not self._reader.counts_progress:
             planner = CountingPlanner(planner, self._progress)
-        self._reader.read_data(plan, planner).wait()
+        self._reader.reader.read_data(plan, planner).wait()
         self._decode()
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self._puts or self.decoded)
-
-    def put(self) -> None:
-        """Hand the planner all that was read."""
-        if self._own_planner is not None:
-            self._own_planner.put_python(self.decoded)
-        for put in self._puts:
-            put()
 
     def _decode(self) -> None:
         unsafe: list[UnsafeDataError] = []
         for kept in self._kept_back:
             try:
-                if self._own_planner is not None:
-                    self.decoded[kept.item.dest_index.fqn] = _value_of(kept, self._own_planner)
-                else:
-                    self._puts.append(self._users_put(kept))
+                self._planner.take(kept)
             except UnsafeDataError as error:
                 unsafe.append(error)
         self._kept_back.clear()
         if unsafe:
             raise _all_of(unsafe)
-
-    def _users_put(self, kept: _Kept) -> Callable[[], None]:
-        """What hands a user's planner a Python value; raises now where the value cannot or must not be decoded."""
-        if not self._trusted:
-            decode_python(kept.content, file=kept.file, fqn=kept.item.dest_index.fqn, trusted=False)
-        return functools.partial(self._planner.load_bytes, kept.item, kept.content)
-
-
-def _value_of(kept: _Kept, planner: TemplatePlanner) -> Any:
-    """Most are numbers and strings, of which nothing but the record is needed."""
-    try:
-        return scalar_of(kept.record)
-    except NotAScalarError:
-        return planner.decode_python(kept.item, kept.content)
-
-
-def reads_parts(reader: StorageReader) -> bool:
-    """Whether a plan may be read in parts: by ray_dcp's reader, or torch's, of which nobody has changed that."""
-    return type(reader).read_data in (StoreReader.read_data, FileSystemReader.read_data)
 
 
 def _all_of(unsafe: Sequence[UnsafeDataError]) -> UnsafeDataError:
@@ -144,13 +120,13 @@ def _all_of(unsafe: Sequence[UnsafeDataError]) -> UnsafeDataError:
 class _PythonValuesLater(KeepsRecords):
     """The planner as the reader sees it: tensors go to the real one, Python values are kept for later."""
 
-    def __init__(self, planner: LoadPlanner, kept_back: list[_Kept], checkpoint_id: str) -> None:
+    def __init__(self, planner: LoadPlanner, kept_back: list[Kept], checkpoint_id: str) -> None:
         self._planner = planner
         self._kept_back = kept_back
         self._checkpoint_id = checkpoint_id
 
     def keep_record(self, item: ReadItem, record: bytes, file: str) -> None:
-        self._kept_back.append(_Kept(item, record, file))
+        self._kept_back.append(Kept(item, record, file))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         file = getattr(value, "name", self._checkpoint_id)
@@ -179,4 +155,4 @@ class _PythonValuesLater(KeepsRecords):
         return getattr(self._planner, name)
 
 
-__all__ = ["PythonValues", "reads_parts"]
+__all__ = ["Kept", "PythonValues"]

@@ -1,0 +1,97 @@
+"""A rank's end of one save, load or barrier, as whoever works in it sees it.
+
+A *call* is what a rank holds while it takes part. ``exchange`` sends this rank's part of a phase and returns its
+answer once all ranks have sent theirs. The first failure anywhere ends the call for every rank. There are two:
+``rank.remote_call.RemoteCall`` for one rank of several, ``solo.SoloCall`` for a process alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
+
+from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
+
+from ray_dcp.progress import Progress, working
+from ray_dcp.protocol.exception import CheckpointException, RankFailure
+from ray_dcp.protocol.messages import AnswerT, Asked, Carries, Exchange, Message, PartT
+from ray_dcp.settings import Phase
+
+
+class Call(Protocol):
+    """One rank's end of one call. Used by one thread at a time."""
+
+    rank: int
+    world_size: int
+    kind: str
+    checkpoint_id: str
+    in_one_process: ClassVar[bool]
+    """Whether ranks and coordinator are one process, which may name what others do not see."""
+    failed: bool
+    """A ``CheckpointException`` before that is not this call's: a hook of the user's has made another one, say."""
+    progress: Progress
+    """How far this rank is; whoever waits for it looks at this."""
+    started_over: bool
+    """The coordinator died during this call: nobody here knows how far it had come."""
+
+    def exchange(self, exchange: Exchange[PartT, AnswerT], part: PartT) -> AnswerT:
+        """Send this rank's part, return its answer. Raises ``CheckpointException`` when the call fails anywhere."""
+        ...
+
+    def report(self, failure: RankFailure) -> None:
+        """Tell the others that this rank has failed; never raises."""
+        ...
+
+    def carry(self, *user_objects: Any) -> Carries | None:
+        """Planners, writers and readers in the form in which the coordinator's half takes them.
+
+        None where they cannot travel, so that their global steps are this rank's.
+        """
+        ...
+
+
+class Group(Protocol):
+    """The ranks of a call, as ``api`` sees them: ``cluster.group.RankGroup``, or ``solo.SoloGroup``."""
+
+    @property
+    def background(self) -> Any:
+        """The asynchronous saves of this rank (``BackgroundSaves``)."""
+        ...
+
+    def start_call(self, kind: str, checkpoint_id: str = "") -> Call:
+        """This rank's end of the group's next save, load, look-up or barrier."""
+        ...
+
+
+@contextmanager
+def phase(call: Call, name: Phase) -> Iterator[None]:
+    """What fails in the block fails the call, everywhere, as this rank's failure in phase ``name``.
+
+    Leaves by ``CheckpointException``, or by the original where it asks the process to end.
+    """
+    try:
+        with working(call.progress, name):
+            yield
+    except BaseException as error:
+        if call.failed and isinstance(error, CheckpointException):
+            raise
+        failure = RankFailure.from_exception(error, rank=call.rank, phase=name)
+        call.report(failure)
+        if not isinstance(error, Exception | TorchCheckpointException):
+            raise  # KeyboardInterrupt, SystemExit: the others know, this process ends
+        call.failed = True
+        raise CheckpointException(call.kind, call.checkpoint_id, [failure]) from error
+
+
+def agree(call: Call, exchange: Exchange[PartT, AnswerT], part: PartT, do: Callable[[Asked], Message]) -> AnswerT:
+    """The answer to ``part``, once this rank has sent all that the coordinator asks of it on the way.
+
+    ``do`` makes such a part out of what was ``Asked``: a user's plug-in that stays on rank 0 takes its steps there.
+    """
+    answer = call.exchange(exchange, part)
+    while isinstance(answer, Asked):
+        with phase(call, answer.done_in):
+            more = do(answer)
+        answer = exchange.answer(call.exchange(answer.sent_in, more))
+    return answer

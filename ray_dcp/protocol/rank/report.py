@@ -1,0 +1,41 @@
+"""``LoadReport``: what a load tells its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ray_dcp.errors import without_keys
+from ray_dcp.wording import MAX_LISTED
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadReport:
+    """What a load did on this rank. Lists of names are sorted."""
+
+    checkpoint_id: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Names of the template that the checkpoint lacks; they kept their values."""
+    unexpected: tuple[str, ...]
+    """Names of the checkpoint that no rank's template has."""
+    nbytes_read: int
+    """From storage, by this rank."""
+    nbytes_loaded: int
+    """Into this rank's template."""
+
+    def __repr__(self) -> str:
+        """With the first names of each list and a count: a model has thousands."""
+        named = ", ".join(f"{name}={_few(getattr(self, name))}" for name in ("loaded", "missing", "unexpected"))
+        place = without_keys(self.checkpoint_id)
+        return (
+            f"LoadReport(checkpoint_id={place!r}, {named}, "
+            f"nbytes_read={self.nbytes_read}, nbytes_loaded={self.nbytes_loaded})"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    """As Python writes a tuple, the first names only."""
+    shown = ", ".join(map(repr, names[:MAX_LISTED]))
+    rest = len(names) - MAX_LISTED
+    return f"({shown}{f', ... {rest} more' if rest > 0 else ',' if len(names) == 1 else ''})"

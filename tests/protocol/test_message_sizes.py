@@ -1,0 +1,68 @@
+"""What a save sends: as few messages, and as small ones, as it ever did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from tests import ranks as tests_ranks
+from tests.ranks import ThreadRanks, require_no_errors
+
+
+class Planner(DefaultSavePlanner):
+    """A user's, which changes nothing."""
+
+
+class StayingPlanner(DefaultSavePlanner):
+    """A user's that cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("stays here")
+
+
+def scalars():
+    return {f"s{number}": number for number in range(20_000)}
+
+
+def few():
+    return {**{f"s{number}": number for number in range(5)}, "w": torch.ones(3)}
+
+
+BEFORE = {
+    "scalars": (scalars, None, [{"plan": 608_810, "write": 2_041_447}, {"plan": 608_205, "write": 2_041_447}]),
+    "a user's planner": (few, Planner, [{"plan": 3_172, "write": 1_997}, {"plan": 1_959, "write": 2_048}]),
+    "a user's planner that stays": (
+        few,
+        StayingPlanner,
+        [
+            {"plan": 2_456, "global plan": 1_800, "write": 2_673, "commit": 2_432},
+            {"plan": 1_190, "global plan": 844, "write": 903, "commit": 1_220},
+        ],
+    ),
+}
+"""Bytes sent and got, by rank and phase, before messages had a module of their own."""
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_a_save_sends_no_more_than_it_did(monkeypatch, what):
+    make, planner, before = BEFORE[what]
+    sent = [{}, {}]
+    send = tests_ranks._ThreadLink.send
+
+    def counted(link, phase, message):
+        answer = send(link, phase, message)
+        assert phase not in sent[link._rank], "each phase has one message of a rank"
+        sent[link._rank][str(phase)] = len(message) + len(answer)
+        return answer
+
+    monkeypatch.setattr(tests_ranks._ThreadLink, "send", counted)
+    place = f"memory://message-sizes/{make.__name__}-{planner.__name__ if planner else ''}"
+    ranks = ThreadRanks(2)
+    require_no_errors(
+        ranks.run(lambda rank: ranks.save_rank(rank, make(), place, planner=planner() if planner else None))
+    )
+    assert [of_rank.keys() for of_rank in sent] == [of_rank.keys() for of_rank in before]
+    more = [{phase: nbytes for phase, nbytes in now.items() if nbytes > then[phase]}
+            for now, then in zip(sent, before, strict=True)]  # fmt: skip
+    assert more == [{}, {}]
