@@ -51,19 +51,6 @@ class Call(Protocol):
         ...
 
 
-class Group(Protocol):
-    """The ranks of a call, as ``api`` sees them: ``cluster.group.RankGroup``, or ``solo.SoloGroup``."""
-
-    @property
-    def background(self) -> Any:
-        """The asynchronous saves of this rank (``BackgroundSaves``)."""
-        ...
-
-    def start_call(self, kind: str, checkpoint_id: str = "") -> Call:
-        """This rank's end of the group's next save, load, look-up or barrier."""
-        ...
-
-
 @contextmanager
 def phase(call: Call, name: Phase) -> Iterator[None]:
     """What fails in the block fails the call, everywhere, as this rank's failure in phase ``name``.

@@ -258,7 +258,7 @@ def save_steps(planner: SavePlanner, writer: StorageWriter, call: Call) -> SaveS
     users = planner.stands_for if isinstance(planner, StatePlanner) else planner
     known = Planner(planner, users, has_looked=type(planner) is StatePlanner)
     if type(planner) is StatePlanner and type(writer) is StoreWriter:
-        return OwnSave(known, OwnWriter(writer), call, planner)
+        return OwnSave(known, OwnWriter(writer), call)
     return PluginSave(known, known_writer(writer), call)
 
 

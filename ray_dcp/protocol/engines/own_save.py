@@ -9,7 +9,6 @@ Where another rank has a plug-in the coordinator answers with DCP's plans, and i
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -22,16 +21,14 @@ from ray_dcp.planning.save_plan.global_plan import GlobalTable
 from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
 from ray_dcp.planning.save_plan.state_planner import StatePlanner
 from ray_dcp.planning.values.containers import Containers
+from ray_dcp.planning.values.ties import ties_of
 from ray_dcp.protocol.engines.locations import OwnLocation
-from ray_dcp.protocol.engines.plugin_save import Planner, PluginSave
+from ray_dcp.protocol.engines.plugin_save import PluginSave
 from ray_dcp.protocol.messages import FinalTable, Results, SavePart
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.write.lazy_metadata import CommittedMetadata
 from ray_dcp.write.results import WrittenColumns, WrittenItems
 from ray_dcp.write.writer import ShardTarget, StoreWriter
-
-if TYPE_CHECKING:
-    from ray_dcp.protocol.call import Call
 
 
 class OwnWriter(OwnLocation):
@@ -70,13 +67,10 @@ class OwnWriter(OwnLocation):
 class OwnSave(PluginSave):
     """A rank's half."""
 
-    def __init__(self, planner: Planner, writer: OwnWriter, call: Call, ties_of: StatePlanner) -> None:
-        super().__init__(planner, writer, call)
-        self._ties_of = ties_of
-        self._by_columns = False
+    _by_columns = False
 
     def _plan_to_send(self, local: SavePlan) -> PlanTable:
-        return PlanTable.of(local, ties=self._ties_of.ties)
+        return PlanTable.of(local, ties=ties_of(self._planner))
 
     def _final_plan(self, answer: FinalTable | SavePlan) -> SavePlan:
         if not isinstance(answer, FinalTable):

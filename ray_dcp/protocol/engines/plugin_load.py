@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -30,6 +30,7 @@ from ray_dcp.planning.template.comparison import TemplateCheck, without_names
 from ray_dcp.planning.template.stored_names import SeenNames
 from ray_dcp.planning.values.collect import CollectedTemplate
 from ray_dcp.planning.values.containers import Containers
+from ray_dcp.protocol.call import Call
 from ray_dcp.protocol.engines.locations import UsersLocation
 from ray_dcp.protocol.engines.plugin_calls import accepted
 from ray_dcp.protocol.engines.python_values import Kept, PythonValues, Reads, TakesPython
@@ -48,9 +49,6 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.protocol.replica_warnings import warn_of_loading_differing
 from ray_dcp.reads.checkpoint import OpenedCheckpoint
 from ray_dcp.reads.reader import StoreReader
-
-if TYPE_CHECKING:
-    from ray_dcp.protocol.call import Call
 
 
 class Reader(Reads, ReadsAside, Protocol):

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -32,6 +32,7 @@ from ray_dcp.planning.save_plan.state_planner import (
 )
 from ray_dcp.planning.values.containers import Containers, containers_of
 from ray_dcp.planning.values.flat import flat_state
+from ray_dcp.protocol.call import Call
 from ray_dcp.protocol.engines.locations import UsersLocation
 from ray_dcp.protocol.engines.plugin_calls import CountingPlanner, StagedPlanner, accepted, staged_copies
 from ray_dcp.protocol.messages import (
@@ -51,10 +52,6 @@ from ray_dcp.protocol.replica_warnings import warn_of_differing
 from ray_dcp.settings import ReplicaCheck
 from ray_dcp.torch_private import TorchsFileWriter
 from ray_dcp.trace_points import Point, reached
-
-if TYPE_CHECKING:
-    from ray_dcp.protocol.call import Call
-
 
 _TORCHS = "torch.distributed.checkpoint."
 """In front of the names of torch's own modules."""
