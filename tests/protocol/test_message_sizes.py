@@ -30,14 +30,14 @@ def few():
 
 
 BEFORE = {
-    "scalars": (scalars, None, [{"plan": 608_810, "write": 1_673_168}, {"plan": 608_205, "write": 1_673_168}]),
-    "a user's planner": (few, Planner, [{"plan": 3_172, "write": 1_996}, {"plan": 1_959, "write": 2_047}]),
+    "scalars": (scalars, None, [{"plan": 608_849, "write": 1_673_168}, {"plan": 608_234, "write": 1_673_168}]),
+    "a user's planner": (few, Planner, [{"plan": 3_180, "write": 1_996}, {"plan": 1_966, "write": 2_047}]),
     "a user's planner that stays": (
         few,
         StayingPlanner,
         [
-            {"plan": 2_456, "global plan": 1_786, "write": 2_673, "commit": 2_432},
-            {"plan": 1_190, "global plan": 837, "write": 903, "commit": 1_220},
+            {"plan": 2_482, "global plan": 1_786, "write": 2_683, "commit": 2_432},
+            {"plan": 1_216, "global plan": 837, "write": 914, "commit": 1_220},
         ],
     ),
 }
