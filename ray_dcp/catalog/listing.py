@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ray_dcp.catalog.committed import read_committed
 from ray_dcp.catalog.other_files import TORCH_SUFFIXES, nothing_there, way_to_convert, why_no_folder
 from ray_dcp.errors import (
     CheckpointNotFoundError,
@@ -20,7 +21,7 @@ from ray_dcp.errors import (
     ObjectNotFoundError,
     ObjectTooShortError,
 )
-from ray_dcp.format.manifest import Manifest, belongs_to, decode_facts, decode_manifest
+from ray_dcp.format.manifest import Manifest, decode_facts, decode_manifest
 from ray_dcp.format.names import (
     MANIFEST,
     METADATA,
@@ -166,7 +167,7 @@ def open_manifest(store: Store) -> Manifest | None:
     None where there is none, or where it belongs to another ``.metadata``: to a save that has not committed.
     Raises ``ObjectNotFoundError`` where nothing is committed.
     """
-    content = _manifest_of(store, "", store.get(METADATA))
+    _, content = read_committed(store)
     return None if content is None else decode_manifest(content, file=join_url(store.url, MANIFEST))
 
 
@@ -233,10 +234,9 @@ def _info_or_sizes(store: Store, folder: str) -> CheckpointInfo | None:
 def _info(store: Store, folder: str) -> CheckpointInfo | None:
     """The facts of the checkpoint in ``folder``; None when none is committed there."""
     try:
-        metadata = store.get(_key(folder, METADATA))
+        _, content = read_committed(store, folder)
     except ObjectNotFoundError:
         return None
-    content = _manifest_of(store, folder, metadata)
     if content is None:
         return _info_from_sizes(store, folder)
     facts = decode_facts(content, file=join_url(store.url, _key(folder, MANIFEST)))
@@ -263,20 +263,10 @@ def _step_of(store: Store, folder: str) -> int | None:
     return parse_step_folder(folder or folder_name(store.url))
 
 
-def _manifest_of(store: Store, folder: str, metadata: bytes) -> bytes | None:
-    """The manifest file's content, where it belongs to ``metadata``."""
-    try:
-        content = store.get(_key(folder, MANIFEST))
-    except ObjectNotFoundError:
-        return None
-    facts = decode_facts(content, file=join_url(store.url, _key(folder, MANIFEST)))
-    return content if belongs_to(facts, metadata, file=join_url(store.url, _key(folder, METADATA))) else None
-
-
 def _missing_files(store: Store, folder: str) -> list[str]:
     """One line for each file that the checkpoint needs and that is gone or too short."""
     try:
-        needed = _needed_files(store, folder, store.get(_key(folder, METADATA)))
+        needed = _needed_files(store, folder, *read_committed(store, folder))
     except ObjectNotFoundError:
         return []  # deleted since
     folders = {posixpath.dirname(key) for key in needed if not key.startswith("..")}
@@ -289,9 +279,8 @@ def _missing_files(store: Store, folder: str) -> list[str]:
     return [line for line in wrong if line]
 
 
-def _needed_files(store: Store, folder: str, metadata: bytes) -> Mapping[str, int]:
+def _needed_files(store: Store, folder: str, metadata: bytes, content: bytes | None) -> Mapping[str, int]:
     """How long each file must be; at least 0 where no manifest says."""
-    content = _manifest_of(store, folder, metadata)
     if content is None:
         return {posixpath.normpath(_key(folder, name)): 0 for name in shard_files_named_in(metadata)}
     needed: dict[str, int] = defaultdict(int)

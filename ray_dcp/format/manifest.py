@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, overload
@@ -60,6 +60,11 @@ class Entry:
 def dtype_name(dtype: object) -> str:
     """How entries spell a ``torch.dtype``: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def are_counts(numbers: Iterable[object]) -> bool:
+    """Whether all are whole numbers that sizes, offsets and lengths may be, whatever a file says."""
+    return all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
 
 
 class EntryTable(Sequence[Entry]):

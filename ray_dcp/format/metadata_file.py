@@ -9,7 +9,7 @@ import importlib
 import io
 import pickle
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import PurePath
@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ray_dcp.errors import CorruptCheckpointError, StateDictError, UnsafeDataError
+from ray_dcp.format.manifest import are_counts
 from ray_dcp.format.safe_pickle import value_unpickler
 from ray_dcp.format.safe_pickle.metadata_rules import (
     METADATA_CLASSES,
@@ -39,6 +40,12 @@ from ray_dcp.wording import first_line_of
 _LAYOUTS = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}
 
 
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """Return the dtype that ``manifest.dtype_name`` calls so; None where this torch has none of that name."""
+    found = getattr(torch, name or "", None)
+    return found if isinstance(found, torch.dtype) else None
+
+
 def _find_class(module: str, name: str, given: StandIns) -> Any:
     module, name = as_named_now(module, name)
     if (module, name) == ("builtins", "getattr"):
@@ -49,8 +56,8 @@ def _find_class(module: str, name: str, given: StandIns) -> Any:
         if name == "WindowsPath":
             name = "PureWindowsPath"  # the other cannot be made elsewhere, and nobody opens it
         return getattr(importlib.import_module(module), name)
-    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-        return getattr(torch, name)
+    if module == "torch" and (dtype := dtype_named(name)) is not None:
+        return dtype
     raise NotAllowedError(f"{module}.{name}")
 
 
@@ -238,11 +245,9 @@ def _is_well_formed(saved: Any) -> bool:
     num_dims = len(saved.size)
     return (
         isinstance(saved.properties.dtype, torch.dtype)
-        and _are_counts(saved.size)
+        and are_counts(saved.size)
         and all(
-            len(chunk.offsets) == len(chunk.sizes) == num_dims
-            and _are_counts(chunk.offsets)
-            and _are_counts(chunk.sizes)
+            len(chunk.offsets) == len(chunk.sizes) == num_dims and are_counts(chunk.offsets) and are_counts(chunk.sizes)
             for chunk in saved.chunks
         )
     )
@@ -259,13 +264,9 @@ def _require_places(metadata: Metadata, file: str) -> None:
 def _is_place(info: StorageInfo) -> bool:
     """Whether it is all there: a pickle may make one without what its class always has."""
     try:
-        return isinstance(info.relative_path, str) and _are_counts((info.offset, info.length))
+        return isinstance(info.relative_path, str) and are_counts((info.offset, info.length))
     except AttributeError:
         return False
-
-
-def _are_counts(numbers: Iterable[Any]) -> bool:
-    return all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
 
 
 _UNREADABLE = (

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.format.manifest import are_counts
 
 MAX_HEADER_NBYTES = 100_000_000
 """As the format's own library has it."""
@@ -171,9 +172,9 @@ def _parse_tensor(name: str, described: Any, start: int, file: str) -> TensorInF
     dtype, shape, place = described["dtype"], described["shape"], described["data_offsets"]
     if not isinstance(dtype, str):
         raise CorruptCheckpointError(f"its dtype is {dtype!r}", file=file, fqn=name)
-    if not _are_counts(shape):
+    if not _is_list_of_counts(shape):
         raise CorruptCheckpointError(f"its shape is {shape!r}", file=file, fqn=name)
-    if not _are_counts(place) or len(place) != 2 or place[0] > place[1]:
+    if not _is_list_of_counts(place) or len(place) != 2 or place[0] > place[1]:
         raise CorruptCheckpointError(f"its data_offsets are {place!r}", file=file, fqn=name)
     nbytes = place[1] - place[0]
     if dtype not in _DTYPE_OF:
@@ -198,8 +199,8 @@ def _stored_shape(dtype: str, shape: Sequence[int]) -> list[int]:
     return [*shape[:-1], shape[-1] * 2] if dtype == _TWO_IN_A_BYTE and shape else list(shape)
 
 
-def _are_counts(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+def _is_list_of_counts(numbers: Any) -> bool:
+    return isinstance(numbers, list) and are_counts(numbers)
 
 
 def _require_contiguous(tensors: Sequence[TensorInFile], start: int, end: int, file: str) -> None:

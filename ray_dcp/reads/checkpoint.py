@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ray_dcp.catalog.committed import read_committed
 from ray_dcp.catalog.listing import require_checkpoint, resolve_checkpoint_id
 from ray_dcp.errors import CheckpointNotFoundError, NotAFolderError, ObjectNotFoundError
-from ray_dcp.format.manifest import belongs_to, decode_facts
-from ray_dcp.format.names import MANIFEST, METADATA
+from ray_dcp.format.names import METADATA
 from ray_dcp.reads.safetensors_folder import SUFFIX, find_safetensors
-from ray_dcp.store.location.urls import join_url, split_url
+from ray_dcp.store.location.urls import split_url
 from ray_dcp.store.open import open_store
 from ray_dcp.store.store import exists
 
@@ -47,16 +47,7 @@ def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
         if opened is None:
             raise
         return opened
-    for _ in range(3):  # a save of the same id may swap .metadata between the two reads
-        metadata = store.get(METADATA)
-        try:
-            manifest = store.get(MANIFEST)
-        except ObjectNotFoundError:
-            return OpenedCheckpoint(location, metadata, None)
-        facts = decode_facts(manifest, file=join_url(location, MANIFEST))
-        if belongs_to(facts, metadata, file=join_url(location, METADATA)):
-            return OpenedCheckpoint(location, metadata, manifest)
-    return OpenedCheckpoint(location, metadata, None)
+    return OpenedCheckpoint(location, *read_committed(store))
 
 
 def open_for_ranks(checkpoint_id: str | os.PathLike[str], world_size: int) -> Sequence[OpenedCheckpoint]:

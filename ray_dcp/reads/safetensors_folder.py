@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError, ObjectTooShortError
-from ray_dcp.format.manifest import Entry, Manifest, encode_manifest, metadata_digest
+from ray_dcp.format.manifest import Entry, Manifest, are_counts, encode_manifest, metadata_digest
 from ray_dcp.format.metadata_file import encode_metadata
 from ray_dcp.format.safetensors_header import Header, has_dtype, parse_json_object, read_header
 from ray_dcp.planning.disjoint import overlapping
@@ -176,7 +176,7 @@ def _chunk_starts(store: Store, file: str, header: Header) -> dict[str, tuple[in
         chunk: Any = described.get(tensor.name)
         offsets: Any = chunk.get(_OFFSETS) if isinstance(chunk, dict) else None
         right = isinstance(offsets, list) and len(offsets) == len(tensor.shape)
-        if not right or not all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets):
+        if not right or not are_counts(offsets):
             raise CorruptCheckpointError(f"its {_SHARDING} has the {_OFFSETS} {offsets!r}", file=where, fqn=tensor.name)
         starts[tensor.name] = tuple(offsets)
     return starts

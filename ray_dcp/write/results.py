@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ray_dcp.format.manifest import EntryTable
+from ray_dcp.format.metadata_file import dtype_named
 from ray_dcp.torch_private import StorageInfo
 from ray_dcp.write.tensor_record import Payload
 
@@ -133,7 +134,7 @@ def as_written_items(results: Sequence[WriteResult]) -> list[WrittenItems]:
     for (file, rank), items in by_file.items():
         columns = WrittenColumns(file, rank, len(items))
         for number, item in enumerate(items):
-            dtype = getattr(torch, item.dtype) if item.dtype is not None else None
+            dtype = dtype_named(item.dtype)
             columns.put(number, item.payload, dtype, torch.Size(item.sizes) if item.sizes is not None else None)
         written.append(WrittenItems([item.index for item in items], columns))
     return written

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ray_dcp.format.manifest import are_counts
+
 _DTYPE_TEXT = re.compile(r"[?bhilqpBHILQPefdgFDGO]|[biufcOmM]\d{1,2}|[SaUV]\d+|[SUV]")
 _MAX_NBYTES = 1 << 31
 
@@ -103,7 +105,7 @@ def _order(order: str) -> Any:
 
 
 def _is_shape(shape: Any) -> bool:
-    return all(type(size) is int and 0 <= size < 1 << 62 for size in _as_shape(shape)) and type(shape) in (int, tuple)
+    return are_counts(_as_shape(shape)) and type(shape) in (int, tuple)
 
 
 def _as_shape(shape: Any) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_dcp.catalog.committed import readings
 from ray_dcp.catalog.listing import is_safetensors, require_checkpoint, resolve_checkpoint_id
 from ray_dcp.errors import (
     CheckpointNotFoundError,
@@ -41,7 +42,6 @@ from ray_dcp.store.open import open_store
 from ray_dcp.store.store import Store
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(_[0-9a-f]+)?\.distcp")
-_MAX_SWAPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +155,10 @@ _NO_CHECKSUMS = "it lies in a safetensors file, which has no checksums"
 
 
 def _read_small_files(store: Store) -> _Found:
-    for _ in range(_MAX_SWAPS):  # a save of the same id may swap .metadata between the two reads
-        found = _Found(store.get(METADATA))
-        try:
-            content = store.get(MANIFEST)
-        except ObjectNotFoundError:
+    found = _Found(b"")
+    for metadata, content in readings(store):
+        found = _Found(metadata)
+        if content is None:
             found.manifest_missing = True
             return found
         try:
