@@ -6,12 +6,13 @@ parallel reads are wrappers. Nothing here knows what a checkpoint is. For a stor
 
 from ray_dcp.store.location.urls import require_key, require_prefix
 from ray_dcp.store.open import open_store, register_scheme
-from ray_dcp.store.store import ObjectWriter, Store, StoredObject
+from ray_dcp.store.store import ObjectWriter, Store, StoredObject, StoreTraits
 from ray_dcp.store.translate import require_range
 
 __all__ = [
     "ObjectWriter",
     "Store",
+    "StoreTraits",
     "StoredObject",
     "open_store",
     "register_scheme",

@@ -15,7 +15,7 @@ import pytest
 
 from ray_dcp.errors import NotAFolderError, StoreError, StorePermissionError
 from ray_dcp.store.local import LocalStore
-from ray_dcp.store.store import as_folders
+from ray_dcp.store.store import as_folders, as_renaming, exists
 from ray_dcp.store.translate import as_store_error
 from ray_dcp.testing.store_contract import FolderStoreContract
 
@@ -397,3 +397,18 @@ def test_a_quota_and_used_up_inodes_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_files=5, f_favail=0, f_bavail=9, f_frsize=1))
     told = str(as_store_error(OSError(errno.ENOSPC, "No space"), "create", url=str(tmp_path), key="x"))
     assert "(no inode free: too many files)" in told
+
+
+def test_a_local_store_can_do_what_its_traits_say(tmp_path):
+    store = LocalStore(tmp_path / "root")
+    renaming, folders = as_renaming(store), as_folders(store)
+    assert renaming is folders is store
+    store.put("a/old", b"moved")
+    store.put("a/new", b"replaced")
+    renaming.rename("a/old", "a/new")
+    assert store.get("a/new") == b"moved"
+    assert not exists(store, "a/old")
+    assert (folders.is_there("a"), folders.is_there("c"), folders.is_link("a")) == (True, False, False)
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    assert LocalStore(tmp_path / "link").real_url() == store.real_url()
+    assert LocalStore(tmp_path).link_target("link") == str(tmp_path / "root")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,8 @@ class Rows:
         return self.first + (self.num - 1) * self.stride + self.width
 
 
-def rows_of(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Rows | None:
+@functools.lru_cache(maxsize=4096)  # a model has thousands of tensors and a dozen layouts
+def rows_of(sizes: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Rows | None:
     """The box at ``offsets`` of shape ``lengths`` in a row-major chunk of shape ``sizes``.
 
     None where its rows do not all lie equally far apart. The box is not empty.
