@@ -29,7 +29,7 @@ def test_a_module_is_short_enough_to_read(source):
 
 @each_source
 def test_a_module_is_worth_its_name(source):
-    is_door = source.name in ("__init__.py", "version.py", "plugin_set_up.py") or is_torchs(source)
+    is_door = source.name in ("__init__.py", "version.py") or is_torchs(source)
     assert is_door or len(source.read_text().splitlines()) >= MIN_LINES, "put it beside what it serves"
 
 
