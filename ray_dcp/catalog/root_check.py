@@ -10,10 +10,9 @@ import os
 from ray_dcp.catalog.listing import CheckpointInfo, is_committed, latest_checkpoint
 from ray_dcp.errors import ConfigError
 from ray_dcp.format.names import POINTER, SAFETENSORS_SUFFIX, parse_step_folder
-from ray_dcp.store.local import LocalStore
 from ray_dcp.store.location.urls import folder_name, shown_url, split_url
 from ray_dcp.store.open import open_store
-from ray_dcp.store.store import Store, exists
+from ray_dcp.store.store import Store, exists, traits_of
 
 _OF_A_MODEL = ("model.safetensors.index.json", "model.safetensors")
 """Asked for by name in a bucket, where a listing is of all that lies below."""
@@ -53,7 +52,7 @@ def newest_step(root: str | os.PathLike[str], *, before: int | None = None) -> C
 
 
 def _holds_a_model(store: Store) -> bool:
-    if isinstance(store, LocalStore):
+    if traits_of(store).folders:
         return any(one.key.endswith(SAFETENSORS_SUFFIX) and "/" not in one.key for one in store.list())
     return any(exists(store, name) for name in _OF_A_MODEL)
 
