@@ -9,8 +9,8 @@ from ray_dcp.format.checksums import Check, crc32, crc_of_blocks
 from ray_dcp.format.manifest import Entry
 from ray_dcp.format.zip_record import END, LOCAL_SIGNATURE, PAYLOAD, NotARecordError, RecordEntry, read_entries
 from ray_dcp.maintenance.verify.findings import Fault, Item, Unchecked
+from ray_dcp.maintenance.verify.row_check import inspect_following
 from ray_dcp.maintenance.verify.zip_check import find_zip_problems
-from ray_dcp.maintenance.verify_row import inspect_following
 
 _END_NBYTES = 4096
 _MAX_ENTRY_NBYTES = 64 << 20
