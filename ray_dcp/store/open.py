@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from ray_dcp.errors import ConfigError, StoreError
+from ray_dcp.settings import RetryPolicy
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import BucketUrl, add_scheme, shown_url, url_scheme
 from ray_dcp.store.store import Store
 from ray_dcp.store.translate import store_errors
-
-if TYPE_CHECKING:
-    from ray_dcp.settings import RetryPolicy
 
 _openers: dict[str, Callable[[str], Store]] = {}
 

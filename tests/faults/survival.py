@@ -154,7 +154,7 @@ ROWS = (
         "",
         "the old or the new one, bit for bit",
         (
-            "dcp_io.test_store_writer::TestFailures",
+            "write.test_writer::TestFailures",
             "faults.test_points::test_a_save_in_which_something_goes_wrong",
         ),
     ),
@@ -163,7 +163,7 @@ ROWS = (
         "the one that started first gets `SupersededError`",
         "",
         "the one that started last",
-        ("dcp_io.test_store_writer::TestTwoAttemptsAtOnePlace",),
+        ("write.test_writer::TestTwoAttemptsAtOnePlace",),
     ),
     Row(
         "a frozen rank or node wakes up after the others have re-formed",
@@ -209,7 +209,7 @@ ROWS = (
         "",
         "",
         (
-            "dcp_io.test_damage::test_a_flipped_bit_in_any_payload_names_file_value_and_place",
+            "reads.test_damage::test_a_flipped_bit_in_any_payload_names_file_value_and_place",
             "test_fallback::test_the_newest_step_is_damaged_and_an_older_one_is_loaded_on_all_ranks",
         ),
     ),
