@@ -86,7 +86,7 @@ def spread(large_nbytes: int, num_readers: int) -> Spread:
 
 def _replicated(large_nbytes: int) -> Replicated:
     """Matrices of 8 MiB, so that those an eighth of it are compared whole; smaller where all is."""
-    rows = min(2048, max(8, large_nbytes // (2**22)))
+    rows = min(2048, max(8, large_nbytes // (2**19)))
     return Replicated(max(1, large_nbytes // Replicated(1, rows).nbytes), rows)
 
 
