@@ -314,12 +314,19 @@ class RankConflictError(GroupError):
 
 
 class StaleGenerationError(GroupError):
-    """The group has re-formed since this rank joined; ``generation`` is the caller's, ``current`` the group's."""
+    """The group has re-formed, or ended, since this rank joined.
+
+    ``generation`` is the caller's, ``current`` the group's: the same where it has ended and none has formed since.
+    """
 
     def __init__(self, *, group: str, generation: int, current: int) -> None:
+        since = (
+            f"the group is at {current}: other ranks have taken its place"
+            if generation != current
+            else "which has ended: all its ranks were lost or had left"
+        )
         super().__init__(
-            f"this call comes from generation {generation}, the group is at {current}: "
-            "other ranks have taken its place, so it may no longer save or load. Join again.",
+            f"this call comes from generation {generation}, {since}, so it may no longer save or load. Join again.",
             group=group,
         )
         self.generation = generation

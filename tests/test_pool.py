@@ -230,7 +230,7 @@ import sys, ray
 import ray_dcp as dcp
 from tests.test_pool import SMALL, Holder
 ray.init(address=sys.argv[1], log_to_driver=False)
-with dcp.RankPool(Holder, name="left-behind", max_ranks=1, resources_per_rank=SMALL) as pool:
+with dcp.RankPool(Holder, name=sys.argv[3], max_ranks=1, resources_per_rank=SMALL) as pool:
     pool.run("save_behind", sys.argv[2], sys.argv[2] + "-never")
     ray.shutdown()
     try:
@@ -247,8 +247,9 @@ print("connected:", ray.is_initialized())
 @pytest.mark.parametrize("again", [[], ["again"]], ids=["left", "connected again"])
 def test_a_pool_whose_ranks_ray_shutdown_has_ended_says_so(ray_session, tmp_path, again):
     address = ray.get_runtime_context().gcs_address
+    name = "-".join(["left-behind", *again])  # a group's generations go on where one of its name has ended
     ended = subprocess.run(
-        [sys.executable, "-c", LEAVES_RAY_FIRST, address, str(tmp_path / "a"), *again],
+        [sys.executable, "-c", LEAVES_RAY_FIRST, address, str(tmp_path / "a"), name, *again],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
@@ -257,13 +258,13 @@ def test_a_pool_whose_ranks_ray_shutdown_has_ended_says_so(ray_session, tmp_path
     assert ended.returncode == 0, ended.stderr
     started_anew = ["1 [(0, 1, 2)]"] if again else []
     assert ended.stdout.splitlines() == [
-        "group 'left-behind': ray.shutdown() has ended its ranks. Call restart()",
+        f"group '{name}': ray.shutdown() has ended its ranks. Call restart()",
         *started_anew,
         f"connected: {bool(again)}",
     ]
-    assert ended.stderr.count("pool 'left-behind': ray.shutdown() has ended its ranks") == 1
+    assert ended.stderr.count(f"pool '{name}': ray.shutdown() has ended its ranks") == 1
     assert "If an asynchronous save was under way it was cut off" in ended.stderr
-    until(lambda: "coordinator/left-behind" not in ray_dcp_actors(), timeout_s=30)
+    until(lambda: f"coordinator/{name}" not in ray_dcp_actors(), timeout_s=30)
 
 
 @ray.remote(num_cpus=0.1)

@@ -21,7 +21,7 @@ import tenacity
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_dcp.cluster.group_record import NAMESPACE, GroupRecord, forget_record, read_record, write_record
+from ray_dcp.cluster.group_record import NAMESPACE, GroupRecord, end_record, read_record, write_record
 from ray_dcp.cluster.process import process_name_of
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
 from ray_dcp.maintenance.sweep.after_save import SweepAfterSave
@@ -228,7 +228,7 @@ class CoordinatorActor:
     async def _end_when_unneeded(self) -> None:
         while self._keepers or self._coordinator.num_members or time.monotonic() < self._needed_until:
             await asyncio.sleep(0.1)
-        forget_record(self._name)
+        end_record(self._name)
         ray.kill(ray.get_runtime_context().current_actor)
 
 
@@ -295,7 +295,7 @@ def end_coordinator(name: str, *, generation: int | None = None) -> None:
     try:
         coordinator = ray.get_actor(f"coordinator/{name}", namespace=NAMESPACE)
         if generation is None or ray.get(coordinator.generation.remote(), timeout=10) == generation:
-            forget_record(name)
+            end_record(name)
             ray.kill(coordinator)
     except (ValueError, RayActorError, GetTimeoutError):
         return  # it has ended already, or ends by itself

@@ -55,12 +55,13 @@ def read_record(group: str) -> GroupRecord:
     return record
 
 
-def forget_record(group: str) -> None:
-    """The group has ended: the next one of this name starts from nothing."""
-    try:
-        private("_internal_kv_del")(_key(group), namespace=NAMESPACE)
-    except Exception as error:
-        logger.warning("what was known of group %r cannot be removed: %r", group, error, exc_info=True)
+def end_record(group: str) -> None:
+    """The group has ended: of what was known only its generation stays, above which the next one of this name begins.
+
+    A rank that stood still all the while and moves again must not pass for one of that next group.
+    """
+    before = read_record(group).coordinator
+    write_record(group, GroupRecord(before.of_ended_group()))
 
 
 def _key(group: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +70,11 @@ def arm(title: str, action: Callable[[], None], stamp: str) -> None:
 def misbehave(kind: str, pid: int) -> None:
     if kind == "raise":
         raise OSError(errno.EIO, "injected")
-    os.kill(pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+    of_kind = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind]
+    if pid == os.getpid():  # this thread comes no further, which one that takes the process's signal does not say
+        signal.pthread_kill(threading.get_ident(), of_kind)
+    else:
+        os.kill(pid, of_kind)
 
 
 def state_of(rank: int, world_size: int, value: float) -> dict[str, Any]:

@@ -360,6 +360,19 @@ class TestAfterARestart:
         with pytest.raises(StaleGenerationError):
             arrive(after, 0, generation=1)
 
+    def test_of_a_group_that_has_ended_no_rank_takes_part_in_the_next(self):
+        """As one that was frozen meanwhile would, if that began at its own generation again."""
+        after = Coordinator("g")
+        after.restore(pickle.loads(pickle.dumps(formed(2, formed(3), tag="b").record.of_ended_group())))
+        assert after.num_members == 0
+        with pytest.raises(StaleGenerationError, match="generation 2, which has ended"):
+            arrive(after, 1, generation=2)
+        formed(2, after, tag="c")
+        assert after.generation == 3
+        arrive(after, 0, generation=3)
+        with pytest.raises(StaleGenerationError, match="generation 2, the group is at 3"):
+            arrive(after, 1, generation=2)
+
     def test_a_rank_that_has_gone_on_is_not_waited_for(self):
         """Its failure was told to the coordinator that died."""
         after = self.restarted(formed(2))

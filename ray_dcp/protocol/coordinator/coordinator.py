@@ -49,6 +49,11 @@ class CoordinatorRecord:
     membership: MembershipRecord = field(default_factory=MembershipRecord)
     calls: CallsRecord = field(default_factory=CallsRecord)
 
+    def of_ended_group(self) -> CoordinatorRecord:
+        """For a later group of the same name: no rank of this one can ever take part in it."""
+        membership = MembershipRecord(self.membership.generation, incarnations=self.membership.incarnations)
+        return CoordinatorRecord(membership)
+
 
 class Coordinator:
     """The coordinator of group ``name``; see the module.
@@ -229,7 +234,7 @@ class Coordinator:
             return frozenset(call.attempt for call in calls if call.attempt and not call.ended), frozenset(self._dead)
 
     def _call(self, call_id: CallId, rank: int, own: RankFailure | None = None) -> OpenCall:
-        if call_id.generation != self._membership.generation:
+        if call_id.generation != self._membership.generation or not self._membership.world_size:
             raise StaleGenerationError(
                 group=self.name, generation=call_id.generation, current=self._membership.generation
             )
