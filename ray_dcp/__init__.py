@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from ray_dcp import storage as storage
     from ray_dcp import train as train
     from ray_dcp.api import AsyncSaveResponse, LoadReport, async_save, load, save
-    from ray_dcp.catalog.listing import CheckpointInfo
+    from ray_dcp.catalog.facts import CheckpointInfo
     from ray_dcp.cluster.current import current_group
     from ray_dcp.cluster.group import RankGroup
     from ray_dcp.data_position import DataPosition, LoaderPosition
@@ -91,7 +91,7 @@ _HOME = {
     "RankPool": "ray_dcp.pool",
     "Limits": "ray_dcp.settings",
     "CheckpointManager": "ray_dcp.manager",
-    "CheckpointInfo": "ray_dcp.catalog.listing",
+    "CheckpointInfo": "ray_dcp.catalog.facts",
     "CheckpointException": "ray_dcp.protocol.exception",
     "RankFailure": "ray_dcp.protocol.exception",
     "TrainState": "ray_dcp.state.train_state",

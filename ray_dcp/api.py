@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from ray_dcp.catalog.listing import CheckpointInfo
+from ray_dcp.catalog.facts import CheckpointInfo
 from ray_dcp.cluster.current import current_group, process_group_ranks
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.errors import ConfigError

@@ -25,8 +25,10 @@ from ray_dcp.api import (
     save,
     tell_earlier,
 )
-from ray_dcp.catalog.listing import CheckpointInfo, describe, find_step, list_checkpoints
-from ray_dcp.catalog.root_check import newest_step, require_root
+from ray_dcp.catalog.facts import CheckpointInfo, describe
+from ray_dcp.catalog.listing import find_step, list_checkpoints
+from ray_dcp.catalog.newest import newest_step
+from ray_dcp.catalog.root_check import require_root
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, EarlierSaveError, RayDcpError, StoreError

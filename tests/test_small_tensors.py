@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
-from ray_dcp.catalog.listing import describe
+from ray_dcp.catalog.facts import describe
 from ray_dcp.format.manifest import decode_manifest
 from ray_dcp.format.zip_record import SmallFrame
 from ray_dcp.maintenance.verify.verification import plan_verify, verify_checkpoint

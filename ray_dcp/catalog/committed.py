@@ -10,10 +10,10 @@ import posixpath
 from collections.abc import Iterator
 
 from ray_dcp.errors import ObjectNotFoundError
-from ray_dcp.format.manifest import belongs_to, decode_facts
+from ray_dcp.format.manifest import Manifest, belongs_to, decode_facts, decode_manifest
 from ray_dcp.format.names import MANIFEST, METADATA
 from ray_dcp.store.location.urls import join_url
-from ray_dcp.store.store import Store
+from ray_dcp.store.store import Store, exists
 
 _MAX_SWAPS = 3
 
@@ -47,3 +47,28 @@ def read_committed(store: Store, folder: str = "") -> tuple[bytes, bytes | None]
         if belongs_to(facts, metadata, file=join_url(store.url, posixpath.join(folder, METADATA))):
             return metadata, manifest
     return metadata, None
+
+
+def is_committed(store: Store, folder: str = "") -> bool:
+    """Whether ``folder`` of ``store`` holds a committed checkpoint."""
+    return exists(store, key_of(folder, METADATA))
+
+
+def open_manifest(store: Store) -> Manifest | None:
+    """The manifest of the checkpoint at the root of ``store``.
+
+    None where there is none, or where it belongs to another ``.metadata``: to a save that has not committed.
+    Raises ``ObjectNotFoundError`` where nothing is committed.
+    """
+    _, content = read_committed(store)
+    return None if content is None else decode_manifest(content, file=join_url(store.url, MANIFEST))
+
+
+def url_of(store: Store, folder: str) -> str:
+    """Where a folder of ``store`` lies; "" is its root."""
+    return join_url(store.url, folder) if folder else store.url
+
+
+def key_of(folder: str, name: str) -> str:
+    """The key of a file in a folder of a store; "" is its root."""
+    return f"{folder}/{name}" if folder else name

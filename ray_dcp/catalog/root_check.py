@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from ray_dcp.catalog.listing import CheckpointInfo, is_committed, latest_checkpoint
+from ray_dcp.catalog.committed import is_committed
 from ray_dcp.errors import ConfigError
 from ray_dcp.format.names import POINTER, SAFETENSORS_SUFFIX, parse_step_folder
 from ray_dcp.store.location.urls import folder_name, shown_url, split_url
@@ -40,21 +40,7 @@ def require_root(root: str | os.PathLike[str]) -> None:
         )
 
 
-def newest_step(root: str | os.PathLike[str], *, before: int | None = None) -> CheckpointInfo | None:
-    """The newest step under ``root``, as ``latest_checkpoint`` says, which is None at the start of a run.
-
-    Raises ``ConfigError`` as ``require_root`` where nothing is found since ``root`` is none.
-    """
-    found = latest_checkpoint(root, before=before)
-    if found is None and before is None:
-        require_root(root)
-    return found
-
-
 def _holds_a_model(store: Store) -> bool:
     if traits_of(store).folders:
         return any(one.key.endswith(SAFETENSORS_SUFFIX) and "/" not in one.key for one in store.list())
     return any(exists(store, name) for name in _OF_A_MODEL)
-
-
-__all__ = ["newest_step", "require_root"]

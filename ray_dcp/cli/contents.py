@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_dcp.catalog.listing import CheckpointInfo, describe, is_safetensors, open_manifest, resolve_checkpoint_id
+from ray_dcp.catalog.committed import open_manifest
+from ray_dcp.catalog.facts import CheckpointInfo, describe, is_safetensors
+from ray_dcp.catalog.pointer import resolve_checkpoint_id
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.manifest import DifferingReplicas, Entry, Manifest, decode_manifest, dtype_name
 from ray_dcp.format.names import METADATA, rank_of_shard_file

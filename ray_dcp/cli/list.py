@@ -7,19 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_dcp.catalog.listing import (
-    CheckpointInfo,
-    UncommittedFolder,
-    is_committed,
-    is_safetensors,
-    list_checkpoints,
-    list_safetensors,
-    list_uncommitted,
-    require_checkpoint,
-    require_folder,
-    root_exists,
-    what_is_there,
-)
+from ray_dcp.catalog.committed import is_committed
+from ray_dcp.catalog.explain import require_checkpoint, require_folder, root_exists, what_is_there
+from ray_dcp.catalog.facts import CheckpointInfo, is_safetensors
+from ray_dcp.catalog.listing import UncommittedFolder, list_checkpoints, list_safetensors, list_uncommitted
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import folder_name, shown_url
 from ray_dcp.store.open import open_store

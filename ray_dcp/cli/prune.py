@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_dcp.catalog.listing import is_committed, require_folder, root_exists
+from ray_dcp.catalog.committed import is_committed
+from ray_dcp.catalog.explain import require_folder, root_exists
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, StoreError
 from ray_dcp.maintenance.sweep.removal import (
     GRACE_S,

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ray_dcp.catalog.listing import describe, open_manifest
+from ray_dcp.catalog.committed import open_manifest
+from ray_dcp.catalog.facts import describe
 from ray_dcp.cli.contents import CheckpointContents, read_contents
 from ray_dcp.errors import ConfigError
 from ray_dcp.format.manifest import ranks_by_value

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_dcp.catalog.listing import is_committed, list_checkpoints, require_folder, what_is_there
+from ray_dcp.catalog.committed import is_committed
+from ray_dcp.catalog.explain import require_folder, what_is_there
+from ray_dcp.catalog.listing import list_checkpoints
 from ray_dcp.cli.progress_bar import progress_bar
 from ray_dcp.errors import (
     CheckpointNotFoundError,

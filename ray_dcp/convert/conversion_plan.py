@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from ray_dcp.catalog.listing import is_committed
-from ray_dcp.catalog.other_files import TORCH_SUFFIXES
+from ray_dcp.catalog.committed import is_committed
+from ray_dcp.catalog.explain import TORCH_SUFFIXES
 from ray_dcp.convert.source import Source, SourceValue, open_source
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.format.safetensors_header import TEXTS, encode_header, has_dtype

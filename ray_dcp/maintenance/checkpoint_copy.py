@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
-from ray_dcp.catalog.listing import is_committed, root_exists
+from ray_dcp.catalog.committed import is_committed
+from ray_dcp.catalog.explain import root_exists
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, StoreError
 from ray_dcp.format.names import MANIFEST, METADATA, POINTER
 from ray_dcp.maintenance.verify.findings import Fault, FilePlan, Unchecked

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ray_dcp.catalog.listing import CheckpointInfo
+from ray_dcp.catalog.facts import CheckpointInfo
 from ray_dcp.format.manifest import DifferingReplicas
 from ray_dcp.planning.node_sharing import NodeShare, ShareOffer
 from ray_dcp.planning.save_plan.plan_table import Key, PlanTable

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ray_dcp.catalog.committed import read_committed
-from ray_dcp.catalog.listing import require_checkpoint, resolve_checkpoint_id
+from ray_dcp.catalog.explain import require_checkpoint
+from ray_dcp.catalog.pointer import resolve_checkpoint_id
 from ray_dcp.errors import CheckpointNotFoundError, NotAFolderError, ObjectNotFoundError
 from ray_dcp.format.names import METADATA
 from ray_dcp.reads.safetensors_folder import SUFFIX, find_safetensors

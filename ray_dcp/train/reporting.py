@@ -18,7 +18,7 @@ from ray_dcp.store.location.urls import name_below, url_scheme
 from ray_dcp.store.open import open_store
 
 if TYPE_CHECKING:
-    from ray_dcp.catalog.listing import CheckpointInfo
+    from ray_dcp.catalog.facts import CheckpointInfo
 
 
 def report(metrics: Mapping[str, Any], checkpoint: CheckpointInfo | str | None = None) -> None:

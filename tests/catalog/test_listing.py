@@ -8,18 +8,12 @@ import uuid
 import pytest
 import torch
 
-from ray_dcp.catalog.listing import (
-    CheckpointInfo,
-    UncommittedFolder,
-    describe,
-    find_step,
-    latest_checkpoint,
-    list_checkpoints,
-    list_uncommitted,
-    open_manifest,
-    require_checkpoint,
-    resolve_checkpoint_id,
-)
+from ray_dcp.catalog.committed import open_manifest
+from ray_dcp.catalog.explain import require_checkpoint
+from ray_dcp.catalog.facts import CheckpointInfo, describe
+from ray_dcp.catalog.listing import UncommittedFolder, find_step, list_checkpoints, list_uncommitted
+from ray_dcp.catalog.newest import latest_checkpoint
+from ray_dcp.catalog.pointer import resolve_checkpoint_id
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

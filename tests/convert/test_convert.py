@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import ray_dcp as dcp
-from ray_dcp.catalog.listing import describe
+from ray_dcp.catalog.facts import describe
 from ray_dcp.convert.conversion import convert
 from ray_dcp.convert.conversion_plan import ConvertOptions, plan_convert
 from ray_dcp.convert.new_files import new_files

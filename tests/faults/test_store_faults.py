@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ray_dcp import CheckpointException, LocalShards, PerRank
-from ray_dcp.catalog.listing import latest_checkpoint, list_checkpoints
+from ray_dcp.catalog.listing import list_checkpoints
+from ray_dcp.catalog.newest import latest_checkpoint
 from ray_dcp.errors import StoreError, SupersededError
 from ray_dcp.format.names import METADATA, new_attempt, shard_files_named_in
 from ray_dcp.maintenance.sweep.removal import delete_leftovers, plan_sweep

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ray_dcp import CheckpointException, LocalShards, PerRank, StoreWriter
-from ray_dcp.catalog.listing import open_manifest
+from ray_dcp.catalog.committed import open_manifest
 from ray_dcp.cli.main import main
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.protocol import replica_warnings

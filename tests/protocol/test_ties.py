@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import ray_dcp as dcp
 from ray_dcp import LocalShards
-from ray_dcp.catalog.listing import describe
+from ray_dcp.catalog.facts import describe
 from ray_dcp.maintenance.verify.verification import plan_verify, verify_checkpoint
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import same_bits

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
-from ray_dcp.catalog.listing import latest_checkpoint
+from ray_dcp.catalog.newest import latest_checkpoint
 from ray_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, RayDcpError
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.reads.damaged import Checkpoint

@@ -12,7 +12,7 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp import LocalShards
-from ray_dcp.catalog.listing import open_manifest
+from ray_dcp.catalog.committed import open_manifest
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.format.manifest import Entry
 from ray_dcp.reads.plan.shape import ReadShape, read_shape

@@ -7,7 +7,8 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointManager, LocalShards
-from ray_dcp.catalog.listing import latest_checkpoint, list_checkpoints
+from ray_dcp.catalog.listing import list_checkpoints
+from ray_dcp.catalog.newest import latest_checkpoint
 from ray_dcp.cli.main import main
 from ray_dcp.format.names import METADATA, new_attempt
 from ray_dcp.store.bucket.s3_options import S3Options

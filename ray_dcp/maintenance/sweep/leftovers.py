@@ -15,11 +15,11 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ray_dcp.catalog.listing import for_each_folder
 from ray_dcp.errors import CorruptCheckpointError, FormatVersionError, StoreError
 from ray_dcp.format.manifest import belongs_to, decode_facts, decode_manifest, metadata_digest
 from ray_dcp.format.names import MANIFEST, METADATA, parse_shard_file, parse_step_folder, shard_files_named_in
 from ray_dcp.store.location.urls import join_url
+from ray_dcp.store.parallel import for_each_folder
 from ray_dcp.store.store import Store, StoredObject, as_folders, get_or_none
 
 _NO_ATTEMPT = ""

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from ray_dcp.catalog.listing import for_each_folder
 from ray_dcp.errors import StoreError
 from ray_dcp.format.manifest import metadata_digest
 from ray_dcp.format.names import METADATA, started_ns
@@ -26,6 +25,7 @@ from ray_dcp.maintenance.sweep.leftovers import (
     look_at,
 )
 from ray_dcp.store.open import open_store
+from ray_dcp.store.parallel import for_each_folder
 from ray_dcp.store.store import Store, as_folders, get_or_none
 
 GRACE_S = 3600.0

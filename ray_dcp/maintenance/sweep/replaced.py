@@ -15,12 +15,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from ray_dcp.catalog.listing import for_each_folder
 from ray_dcp.errors import ConfigError, StoreError
 from ray_dcp.format.names import METADATA, attempt_order, parse_shard_file
 from ray_dcp.maintenance.sweep.leftovers import FoundFolder, list_folder, list_own_folders, look_at
 from ray_dcp.maintenance.sweep.removal import FolderLeftovers, Leftover, SweepPlan
 from ray_dcp.store.open import open_store
+from ray_dcp.store.parallel import for_each_folder
 from ray_dcp.store.store import Store, StoredObject, as_folders, get_or_none
 
 _MAX_SIBLINGS = 2000

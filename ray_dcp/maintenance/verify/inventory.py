@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_dcp.catalog.committed import readings
-from ray_dcp.catalog.listing import is_safetensors, require_checkpoint, resolve_checkpoint_id
+from ray_dcp.catalog.explain import require_checkpoint
+from ray_dcp.catalog.facts import is_safetensors
+from ray_dcp.catalog.pointer import resolve_checkpoint_id
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     ConfigError,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from ray_dcp.catalog.listing import CheckpointInfo
-from ray_dcp.catalog.root_check import newest_step
+from ray_dcp.catalog.facts import CheckpointInfo
+from ray_dcp.catalog.newest import newest_step
 from ray_dcp.errors import StateDictError
 from ray_dcp.protocol.coordinator.load_session import LoadSession
 from ray_dcp.protocol.coordinator.save_session import SaveSession
