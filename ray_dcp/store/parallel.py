@@ -23,7 +23,7 @@ from ray_dcp.store.store import ObjectWriter, Store, StoredObject, traits_of
 THREAD_NAME = "ray_dcp_read"
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-_MAX_LOOKS = 16
+_MAX_FOLDERS_AT_ONCE = 16
 
 
 def in_parallel(
@@ -76,7 +76,7 @@ def _ended(under_way: dict[Future[_R], _T], *, in_order: bool) -> Iterator[tuple
 
 def for_each_folder(folders: Sequence[_T], look: Callable[[_T], _R]) -> list[_R]:
     """What ``look`` says of every folder, in order; a few at a time, since in a bucket each look is a wait."""
-    return [seen for _, seen in in_parallel(look, folders, max_at_once=_MAX_LOOKS, in_order=True)]
+    return [seen for _, seen in in_parallel(look, folders, max_at_once=_MAX_FOLDERS_AT_ONCE, in_order=True)]
 
 
 class ParallelStore:
