@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import enum
 import functools
 import importlib
@@ -16,7 +17,7 @@ from pathlib import PurePath
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
 from ray_dcp.errors import CorruptCheckpointError, StateDictError, UnsafeDataError
 from ray_dcp.format.manifest import are_counts
@@ -211,6 +212,8 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
         raise CorruptCheckpointError(f"is no readable metadata: {type(error).__name__} {error}", file=file) from error
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(f"holds a {type(metadata).__name__} instead of metadata", file=file)
+    if isinstance(metadata.storage_meta, StorageMeta):
+        _fill_in_defaults(metadata.storage_meta)
     if not digest_checked:
         _require_well_formed(metadata, file)
         _require_places(metadata, file)
@@ -224,6 +227,13 @@ class _TrustedUnpickler(pickle.Unpickler):
 
 def _load_trusted(content: bytes) -> Any:
     return _TrustedUnpickler(io.BytesIO(content)).load()
+
+
+def _fill_in_defaults(loaded: StorageMeta) -> None:
+    """Give it what an older torch, which had no such field, or damage has left out."""
+    for one in dataclasses.fields(loaded):
+        if one.default_factory is not dataclasses.MISSING and not hasattr(loaded, one.name):
+            setattr(loaded, one.name, one.default_factory())
 
 
 def _require_well_formed(metadata: Metadata, file: str) -> None:

@@ -244,6 +244,16 @@ class TestMetadata:
         with pytest.raises(CorruptCheckpointError, match="is no readable metadata: parts of it are missing"):
             decode_metadata(encode_metadata(metadata), file="f")
 
+    def test_what_torchs_class_has_got_since_it_was_written_is_there_and_is_saved_again(self):
+        """An older torch's ``StorageMeta`` has no ``modules``, which its class then has nowhere."""
+        metadata = metadata_of()
+        metadata.storage_meta = StorageMeta("/somewhere")
+        del metadata.storage_meta.modules
+        loaded = decode_metadata(pickle.dumps(metadata), file="f")
+        assert loaded.storage_meta == StorageMeta("/somewhere", modules=[])
+        loaded.storage_meta.checkpoint_id = PurePosixPath("/elsewhere")
+        assert decode_metadata(encode_metadata(loaded), file="f").storage_meta.checkpoint_id == "/elsewhere"
+
     @pytest.mark.parametrize(
         "part", [{"offset": -1}, {"length": 1 << 63}, {"length": "5"}, {"relative_path": 5}], ids=str
     )
