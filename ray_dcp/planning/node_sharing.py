@@ -9,6 +9,7 @@ All of it is the same wherever and whenever it is computed from the same offers.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ import numpy as np
 from ray_dcp.format.names import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
 from ray_dcp.store.ranges import joined
 
-MAX_WINDOW_NBYTES = 128 * BLOCK_NBYTES
-MIN_WINDOW_NBYTES = 4 * BLOCK_NBYTES
+MAX_MEMORY_NBYTES = 256 * BLOCK_NBYTES
+"""Of a node, for all windows that are in memory at once."""
+MIN_WINDOW_NBYTES = 2 * BLOCK_NBYTES
 """Where shared memory has no room for this, nothing is shared."""
-NUM_HALVES = 2
-"""Windows that are in memory at once: one is read while the one before is taken from."""
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ class ShareRules:
     """By how many ranks of a node a block of a record must be wanted on average."""
     rank_nbytes: int
     """What each rank reads of a window; whole blocks."""
+    num_windows: int = 2
+    """Windows that are in memory at once: some are read while others are taken from."""
+    straight_weight: float = 1.0
+    """How much a rank counts that would read straight to where the bytes belong: it has one copy less to save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class Want:
     """Block."""
     end: int
     """Block behind the last one."""
+    is_straight: bool = False
+    """Whether the rank would read it straight to where it belongs, not through memory of the reader's."""
 
     @property
     def payload_nbytes(self) -> int:
@@ -71,7 +78,7 @@ class ShareOffer:
 
 def pack_wants(wants: Iterable[Want]) -> bytes:
     """At most one of each record; see ``ShareOffer``."""
-    rows = [(want.number, want.nbytes, want.first, want.end) for want in wants]
+    rows = [(want.number, want.nbytes, want.first, want.end, want.is_straight) for want in wants]
     return np.array(rows, dtype=np.int64).tobytes()
 
 
@@ -86,6 +93,8 @@ class NodeShare:
     """Disjoint, by number and block: each block that one of the members wants of these records, once."""
     window_nbytes: int
     """Whole blocks."""
+    num_windows: int
+    """In memory at once."""
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +136,7 @@ def plan_shares(offers: Sequence[ShareOffer | None]) -> list[NodeShare | None]:
 
 def _plan_node(offers: Sequence[tuple[int, ShareOffer]]) -> NodeShare | None:
     rules = offers[0][1].rules
-    tables = [np.frombuffer(offer.packed, dtype=np.int64).reshape(-1, 4) for _, offer in offers]
+    tables = [np.frombuffer(offer.packed, dtype=np.int64).reshape(-1, 5) for _, offer in offers]
     rows = np.concatenate(tables)
     owners = np.repeat([rank for rank, _ in offers], [len(table) for table in tables])
     # No more ranks than want some of a record can want a block of it: most records are out by that alone.
@@ -137,22 +146,26 @@ def _plan_node(offers: Sequence[tuple[int, ShareOffer]]) -> NodeShare | None:
     order = np.lexsort((rows[:, 3], rows[:, 2], rows[:, 0]))
     wanted_by: dict[int, list[tuple[Want, int]]] = defaultdict(list)
     for row, owner in zip(rows[order].tolist(), owners[order].tolist(), strict=True):
-        wanted_by[row[0]].append((Want(*row), owner))
+        wanted_by[row[0]].append((Want(row[0], row[1], row[2], row[3], bool(row[4])), owner))
     runs: list[Want] = []
     members: set[int] = set()
     for wanted in wanted_by.values():
         wants = [want for want, _ in wanted]
-        once = [Want(run[0].number, run[0].nbytes, *ends) for *ends, run in joined(wants, lambda w: (w.first, w.end))]
-        if sum(want.end - want.first for want in wants) >= rules.min_repeats * sum(r.end - r.first for r in once):
+        once = [
+            Want(run[0].number, run[0].nbytes, first, end)
+            for first, end, run in joined(wants, lambda want: (want.first, want.end))
+        ]
+        repeats = sum((want.end - want.first) * (rules.straight_weight if want.is_straight else 1) for want in wants)
+        if repeats >= rules.min_repeats * sum(run.end - run.first for run in once) - _ROUNDING:
             runs += once
             members.update(owner for _, owner in wanted)
     if not runs:
         return None
-    room = min(offer.free_nbytes for _, offer in offers) // 2 // NUM_HALVES
-    window_nbytes = min(len(members) * rules.rank_nbytes, MAX_WINDOW_NBYTES, room) // BLOCK_NBYTES * BLOCK_NBYTES
+    room = min(MAX_MEMORY_NBYTES, min(offer.free_nbytes for _, offer in offers) // 2) // rules.num_windows
+    window_nbytes = min(len(members) * rules.rank_nbytes, room) // BLOCK_NBYTES * BLOCK_NBYTES
     if window_nbytes < MIN_WINDOW_NBYTES:
         return None
-    return NodeShare(offers[0][1].token, tuple(sorted(members)), tuple(runs), window_nbytes)
+    return NodeShare(offers[0][1].token, tuple(sorted(members)), tuple(runs), window_nbytes, rules.num_windows)
 
 
 def windows_of(share: NodeShare) -> Iterator[tuple[ReadShare, ...]]:
@@ -189,10 +202,7 @@ def _assigned(spans: Sequence[tuple[Want, int, int, int]], num_members: int) -> 
 
 
 def segment_nbytes(share: NodeShare) -> int:
-    """How much memory the windows take: one half where all fits in one window."""
-    sizes: list[int] = []
-    for window in windows_of(share):
-        sizes.append(window[-1].at + window[-1].nbytes)
-        if len(sizes) == NUM_HALVES:
-            break
-    return share.window_nbytes * NUM_HALVES if len(sizes) == NUM_HALVES else sizes[0]
+    """How much memory the windows take: no more than there are."""
+    first = list(itertools.islice(windows_of(share), share.num_windows))
+    last = first[-1][-1]
+    return share.window_nbytes * (len(first) - 1) + last.at + last.nbytes

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ray_dcp.errors import CorruptCheckpointError
@@ -105,6 +106,41 @@ class RowsTarget:
             row += 1
 
 
+class RowBytes:
+    """Rows of a payload, and the contiguous CPU memory of their dtype that they go to: copied as bytes, one by one.
+
+    numpy copies each row as a whole, in nine tenths of the time that torch takes (rows of 4 KiB, out of the cache).
+    """
+
+    def __init__(self, rows: Rows, target: torch.Tensor) -> None:
+        size = target.itemsize
+        self._num, self._width, self._stride = rows.num, rows.width * size, rows.stride * size
+        self._first = rows.first * size
+        self._target = np.frombuffer(tensor_memory(target), dtype=np.uint8).reshape(self._num, self._width)
+
+    def take(self, content: memoryview, start: int) -> None:
+        """Copy what ``content`` has of the rows. It begins at byte ``start`` of the payload."""
+        first, width, stride = self._first, self._width, self._stride
+        end = start + len(content)
+        row = max(0, (start - first) // stride)
+        begins = first + row * stride
+        if begins < start and row < self._num:
+            high = min(begins + width, end)
+            if high > start:
+                self._part(row, start - begins, content[: high - start])
+            row, begins = row + 1, begins + stride
+        whole = min(self._num - row, (end - begins - width) // stride + 1)
+        if whole > 0:
+            rows = np.ndarray((whole, width), np.uint8, content, begins - start, (stride, 1))
+            self._target[row : row + whole] = rows
+            row, begins = row + whole, begins + whole * stride
+        if row < self._num and begins < end:
+            self._part(row, 0, content[begins - start :])
+
+    def _part(self, row: int, at: int, content: memoryview) -> None:
+        self._target[row, at : at + len(content)] = np.frombuffer(content, dtype=np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class PieceTarget:
     """A piece of a box, and the part of the tensor that it goes to."""
@@ -127,7 +163,8 @@ class _Step:
     section: Section
     memory: memoryview | None
     """Filled at once, as long as the section; None where the bytes pass through memory of the reader's."""
-    targets: Sequence[RowsTarget | PieceTarget] = ()
+    rows: Sequence[RowBytes] = ()
+    piece: PieceTarget | None = None
 
 
 class LargeRead:
@@ -150,18 +187,13 @@ class LargeRead:
     def _step(self, section: Section, targets: Sequence[torch.Tensor]) -> _Step:
         number = max(section.box, 0)
         if section.piece is not None:
-            return _Step(section, None, [PieceTarget(section.piece, targets[number][section.piece.place])])
+            return _Step(section, None, piece=PieceTarget(section.piece, targets[number][section.piece.place]))
         numbers = range(len(targets)) if section.box == ALL else [number]
-        into = [self._rows(self.read.boxes[one], targets[one]) for one in numbers]
-        found = [one for one in into if one is not None]
+        found = [(rows, targets[one]) for one in numbers if (rows := self.read.rows(self.read.boxes[one])) is not None]
         if not section.is_straight:
-            return _Step(section, None, found)
-        at = section.start - found[0].rows.first * self._dtype.itemsize
+            return _Step(section, None, [RowBytes(rows, target) for rows, target in found])
+        at = section.start - found[0][0].first * self._dtype.itemsize
         return _Step(section, tensor_memory(targets[number])[at : at + section.end - section.start])
-
-    def _rows(self, box: Box, target: torch.Tensor) -> RowsTarget | None:
-        rows = self.read.rows(box)
-        return None if rows is None else RowsTarget(rows, target.view(rows.num, rows.width))
 
     def run(self, fill: Fill, memory: Callable[[int], torch.Tensor]) -> int:
         """Read, check each block, and fill the targets; return how many bytes were read.
@@ -174,7 +206,7 @@ class LargeRead:
             if step.memory is not None:
                 self._read_straight(step.section, step.memory, check, fill)
             else:
-                self._read_through(step.section, step.targets, check, fill, scratch)
+                self._read_through(step, check, fill, scratch)
             nbytes += step.section.end - step.section.start
         return nbytes
 
@@ -187,23 +219,17 @@ class LargeRead:
             if damage is not None:
                 raise damaged(self.read, self._shown, *damage)
 
-    def _read_through(
-        self,
-        section: Section,
-        targets: Sequence[RowsTarget | PieceTarget],
-        check: RunningCheck,
-        fill: Fill,
-        scratch: torch.Tensor,
-    ) -> None:
-        offset, size = self.read.offset, self._dtype.itemsize
+    def _read_through(self, step: _Step, check: RunningCheck, fill: Fill, scratch: torch.Tensor) -> None:
+        section, offset, size = step.section, self.read.offset, self._dtype.itemsize
         held = scratch[: min(section.step, section.end - section.start)]
-        content, stored = tensor_memory(held), held.view(self._dtype)
+        content = tensor_memory(held)
         for at in range(section.start, section.end, section.step):
-            if section.end - at < len(content):
-                content, stored = content[: section.end - at], stored[: (section.end - at) // size]
+            content = content[: section.end - at]
             fill(offset + at, [content])
             damage = check.damage(content, at)
             if damage is not None:
                 raise damaged(self.read, self._shown, *damage)
-            for target in targets:
-                target.take(stored, at // size)
+            for rows in step.rows:
+                rows.take(content, at)
+            if step.piece is not None:
+                step.piece.take(held[: len(content)].view(self._dtype), at // size)

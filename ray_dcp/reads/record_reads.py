@@ -74,7 +74,7 @@ class RecordReads:
                 ctypes.memmove(targets[0].data_ptr(), address + at, record.nbytes)
             else:
                 entry, shown = table[record.number], self._files.shown(record.key)
-                raise damaged(self._of_entry(entry, ()), shown, 0, record.nbytes)
+                raise damaged(self.of_entry(entry, ()), shown, 0, record.nbytes)
         return python
 
     def _is_all_of(self, wanted: WantedRecord, table: EntryTable, targets: Sequence[torch.Tensor]) -> bool:
@@ -143,10 +143,13 @@ class RecordReads:
         )
         return read if in_rows else None
 
-    def read_blocks(self, entry: Entry, start: int, into: memoryview) -> None:
+    def read_blocks(self, read: RecordRead, start: int, into: memoryview, lane: Lane) -> None:
         """Fill ``into`` with what follows ``start`` in the payload of a tensor, checked; from block to block."""
-        self._files.fill(entry.file, entry.fqn, entry.payload_offset + start, [into])
-        require_right(self._of_entry(entry, ()), self._files.shown(entry.file), into, start)
+        try:
+            lane.file(self._files, read.key)(read.offset + start, [into])
+        except MISSING as error:
+            raise self._files.damaged(error, read.key, read.fqn, read.offset + start, len(into)) from error
+        require_right(read, self._files.shown(read.key), into, start)
 
     def _checked_python(self, wanted: WantedRecord, content: memoryview) -> bytes:
         """The record of a Python object, as it was written."""
@@ -156,7 +159,7 @@ class RecordReads:
             self._verify_zip(record, wanted)
         elif len(record) > BLOCK_NBYTES or self._unchecked or table.block_crcs[wanted.number] != (crc32(record),):
             entry = table[wanted.number]
-            require_right(self._of_entry(entry, ()), self._files.shown(entry.file), content)
+            require_right(self.of_entry(entry, ()), self._files.shown(entry.file), content)
         return record
 
     def _read_of(self, entry: Entry, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> RecordRead:
@@ -165,11 +168,12 @@ class RecordReads:
         if dtype is None:
             file = self._files.shown(entry.file)
             raise CorruptCheckpointError(f"the manifest gives it the dtype {entry.dtype!r}", file=file, fqn=entry.fqn)
-        read = self._of_entry(entry, _boxes(wanted, targets, dtype))
+        read = self.of_entry(entry, _boxes(wanted, targets, dtype))
         require_consistent(read, self._files.shown(entry.file))
         return read
 
-    def _of_entry(self, entry: Entry, boxes: tuple[Box, ...]) -> RecordRead:
+    def of_entry(self, entry: Entry, boxes: tuple[Box, ...]) -> RecordRead:
+        """What is read for ``boxes`` of a tensor, and by what it is checked; for whole blocks of it with none."""
         return read_of_entry(entry, boxes, unchecked=self._unchecked)
 
     def _of_torch(

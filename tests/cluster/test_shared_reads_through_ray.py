@@ -67,12 +67,12 @@ def test_eight_actors_that_load_columns_of_what_two_saved_by_rows_read_each_byte
 def load_and_kill(rank, world_size, place, die_at):
     read_blocks, count = RecordReads.read_blocks, 0
 
-    def read(self, entry, start, into):
+    def read(self, record, start, into, lane):
         nonlocal count
         count += 1
         if rank == 1 and count == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        read_blocks(self, entry, start, into)
+        read_blocks(self, record, start, into, lane)
 
     RecordReads.read_blocks = read
     began_s = time.monotonic()

@@ -19,9 +19,12 @@ from ray_dcp.planning.node_sharing import (
     segment_nbytes,
     windows_of,
 )
+from ray_dcp.reads.sharing.node_reads import share_rules
+from ray_dcp.store.local import LocalStore
+from ray_dcp.store.store import StoreTraits
 
-LOCAL = ShareRules(min_repeats=3, rank_nbytes=4 * BLOCK_NBYTES)
-BUCKET = ShareRules(min_repeats=1.5, rank_nbytes=16 * BLOCK_NBYTES)
+LOCAL = share_rules(LocalStore.traits)
+BUCKET = share_rules(StoreTraits())
 PLENTY = 1 << 40
 
 
@@ -29,8 +32,8 @@ def offer(wants, memory="node", rules=LOCAL, free_nbytes=PLENTY, token="token"):
     return ShareOffer(memory, free_nbytes, token, rules, pack_wants(wants))
 
 
-def whole(number, num_blocks):
-    return Want(number, num_blocks * BLOCK_NBYTES, 0, num_blocks)
+def whole(number, num_blocks, *, straight=False):
+    return Want(number, num_blocks * BLOCK_NBYTES, 0, num_blocks, straight)
 
 
 def blocks_read(share):
@@ -76,7 +79,7 @@ def test_every_block_of_a_shared_record_is_read_once_a_node_and_no_other(made):
         wanted = Counter()
         for one in here:
             rows = memoryview(one.packed).cast("q")
-            for at in range(0, len(rows), 4):
+            for at in range(0, len(rows), 5):
                 number, _, first, end = rows[at : at + 4]
                 wanted.update((number, block) for block in range(first, end) if number in shared_numbers)
         read = blocks_read(share)
@@ -116,18 +119,28 @@ def test_eight_ranks_that_want_columns_of_all_read_an_eighth_each():
     (share, *others) = plan_shares([offer([whole(number, 8) for number in range(16)])] * 8)
     assert others == [share] * 7
     windows = list(windows_of(share))
-    assert [sum(piece.nbytes for piece in window) for window in windows] == [32 * BLOCK_NBYTES] * 4
+    assert [sum(piece.nbytes for piece in window) for window in windows] == [16 * BLOCK_NBYTES] * 8
     for window in windows:
         by_slot = Counter()
         for piece in window:
             by_slot[piece.slot] += piece.nbytes
-        assert set(by_slot.values()) == {4 * BLOCK_NBYTES}
+        assert set(by_slot.values()) == {2 * BLOCK_NBYTES}
 
 
-@pytest.mark.parametrize(("rules", "num_ranks", "shared"), [(LOCAL, 2, False), (LOCAL, 3, True), (BUCKET, 2, True)])
-def test_two_ranks_share_what_is_far_away_and_three_what_is_near(rules, num_ranks, shared):
-    shares = plan_shares([offer([whole(0, 4)], rules=rules)] * num_ranks)
-    assert [share is not None for share in shares] == [shared] * num_ranks
+@pytest.mark.parametrize(
+    ("rules", "straight", "shared"),
+    [
+        (LOCAL, (False, False), True),
+        (LOCAL, (True, True), False),
+        (LOCAL, (True, False), False),
+        (LOCAL, (True, True, True), True),
+        (BUCKET, (True, True), True),
+        (BUCKET, (False,), False),
+    ],
+)
+def test_two_ranks_share_what_is_far_away_or_cut_into_rows_and_three_what_is_near_and_straight(rules, straight, shared):
+    shares = plan_shares([offer([whole(0, 4, straight=one)], rules=rules) for one in straight])
+    assert [share is not None for share in shares] == [shared] * len(straight)
 
 
 def test_rows_that_ranks_take_one_after_the_other_are_not_shared():
@@ -136,8 +149,8 @@ def test_rows_that_ranks_take_one_after_the_other_are_not_shared():
 
 
 def test_a_record_that_is_wanted_by_few_is_left_out_and_so_is_who_wants_no_other():
-    shares = plan_shares([offer([whole(0, 4), whole(1, 4)]), offer([whole(0, 4)]), offer([whole(0, 4)]),
-                          offer([whole(1, 4)]), None])  # fmt: skip
+    first, second = whole(0, 4, straight=True), whole(1, 4, straight=True)
+    shares = plan_shares([offer([first, second]), offer([first]), offer([first]), offer([second]), None])
     assert shares[3:] == [None, None]
     assert shares[0].members == (0, 1, 2)
     assert [run.number for run in shares[0].runs] == [0]
@@ -151,7 +164,7 @@ def test_nodes_share_by_themselves_under_names_of_their_own():
 
 
 def test_little_shared_memory_makes_small_windows_and_too_little_none():
-    assert plan_shares([offer([whole(0, 64)], free_nbytes=64 << 20)] * 8)[0].window_nbytes == 16 << 20
+    assert plan_shares([offer([whole(0, 64)], free_nbytes=64 << 20)] * 8)[0].window_nbytes == 8 << 20
     assert plan_shares([offer([whole(0, 64)], free_nbytes=15 << 20)] * 8) == [None] * 8
 
 

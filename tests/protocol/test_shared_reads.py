@@ -108,10 +108,15 @@ def test_replicated_values_are_read_once_by_all_ranks_together(saved, memory):
     assert all(torch.equal(template[name], value(name)) for template in templates for name in NAMES)
 
 
-def test_two_ranks_share_what_is_far_away(saved, memory):
-    faults = Faults()  # its stores are of a scheme of their own: who knows where that leads
-    assert nbytes_read(load_columns(faults.url(saved), NodeMemory(str(memory)), 2)) == NBYTES
-    assert nbytes_read(load_columns(saved, NodeMemory(str(memory)), 2)) == 2 * NBYTES
+@pytest.mark.parametrize("far_away", [False, True], ids=["near", "far away"])
+def test_two_ranks_share_blocks_out_of_which_each_takes_rows_and_all_that_is_far_away(saved, memory, far_away):
+    sharing = NodeMemory(str(memory))
+    place = Faults().url(saved) if far_away else saved  # a scheme of its own: who knows where that leads
+    assert nbytes_read(load_columns(place, sharing, 2)) == NBYTES
+    whole = [{name: torch.full(SHAPE, torch.nan) for name in NAMES} for _ in range(2)]
+    reports = require_no_errors(load_sharing(ThreadRanks(2), whole, place, lambda _: sharing))
+    assert nbytes_read(reports) == (NBYTES if far_away else 2 * NBYTES)
+    assert all(torch.equal(template[name], value(name)) for template in whole for name in NAMES)
 
 
 def test_each_node_reads_once(saved, memory):
@@ -243,9 +248,9 @@ def at_read(monkeypatch):
     def install(hook):
         read_blocks = RecordReads.read_blocks
 
-        def read(self, entry, start, into):
-            hook(entry.fqn, start)
-            read_blocks(self, entry, start, into)
+        def read(self, record, start, into, lane):
+            hook(record.fqn, start)
+            read_blocks(self, record, start, into, lane)
 
         monkeypatch.setattr(RecordReads, "read_blocks", read)
 

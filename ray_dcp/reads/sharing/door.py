@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.planning.node_sharing import NodeShare, ShareOffer, Want
 from ray_dcp.reads.checkpoint import OpenedCheckpoint
+from ray_dcp.reads.engine import Lane
 from ray_dcp.reads.plan.shape import ReadShape
 from ray_dcp.reads.record_reads import RecordReads
-from ray_dcp.reads.sharing.node_reads import Passing, SharedReads, offer_of, share_rules, want_of
+from ray_dcp.reads.sharing.node_reads import Passing, SharedReads, goes_straight, offer_of, share_rules, want_of
 from ray_dcp.reads.sharing.segment import NodeMemory
 from ray_dcp.reads.tasks import Loaded, RecordTasks, count_as_changed
 from ray_dcp.reads.wanted import WantedRecord, WantedRecords, large_of
@@ -46,9 +47,12 @@ class NodeReads:
         rules = share_rules(traits)
         if world_size < rules.min_repeats:
             return None
+        straight_ones_too = world_size * rules.straight_weight >= rules.min_repeats
         wants: list[Want | None] = []
         with suppress(CorruptCheckpointError):  # what is wrong with the plan is told when it is read
             for record in large_of(records.by_file(plan)):
+                if not straight_ones_too and goes_straight(record):
+                    continue
                 read = reads.passing(record, [planner.resolve_tensor(item).detach() for item in record.items])
                 wants.append(want_of(record.number, read) if read is not None else None)
         return offer_of([want for want in wants if want is not None], self._sharing, rules, opened)
@@ -81,11 +85,14 @@ class NodeReads:
                 read = reads.passing(record, filled)
                 if read is not None:
                     count_as_changed(filled)
-                    targets[number] = Passing.of(read, filled)
+                    targets[number] = Passing(read, filled)
                     loaded[number] = tasks.loaded(record, filled)
-        part = SharedReads(
-            share, rank, self._sharing, lambda number, *place: reads.read_blocks(shared[number], *place), shape
-        )
+        read_of = {number: reads.of_entry(entry, ()) for number, entry in shared.items()}
+
+        def read_blocks(number: int, start: int, into: memoryview, lane: Lane) -> None:
+            reads.read_blocks(read_of[number], start, into, lane)
+
+        part = SharedReads(share, rank, self._sharing, read_blocks, shape)
         try:
             numbers = part.fill(targets)
         finally:

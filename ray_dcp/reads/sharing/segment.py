@@ -20,10 +20,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
 
-import torch
-
 from ray_dcp.progress import advance
-from ray_dcp.staging.host_pieces import tensor_memory
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +111,8 @@ class SharedSegment:
         except BaseException:
             self._leave()
             raise
-        self.memory = torch.frombuffer(self._file, dtype=torch.uint8, offset=header_nbytes, count=nbytes)
-        """Flat uint8, seen by all members."""
+        self.memory = memoryview(self._file)[header_nbytes:]
+        """Bytes, seen by all members."""
 
     def __enter__(self) -> SharedSegment:
         return self
@@ -145,7 +142,7 @@ class SharedSegment:
 
     def part(self, at: int, nbytes: int) -> memoryview:
         """Some of ``memory`` as bytes to be filled."""
-        return tensor_memory(self.memory[at : at + nbytes])
+        return self.memory[at : at + nbytes]
 
     def unlink(self) -> None:
         """Remove the file's name; whoever has it open keeps it."""
@@ -171,8 +168,12 @@ class SharedSegment:
         False when one of them has left without that, or has given no sign for ``patience_s``. Raises when the call of
         this thread has been interrupted.
         """
+        asked = [*(self._members if members is None else members)]
+        if all(self.told(member, counter) >= value for member in asked):  # nearly always
+            self._order()
+            return True
         try:
-            reached = self._wait(counter, value, [*(self._members if members is None else members)])
+            reached = self._wait(counter, value, asked)
         except BaseException:
             self.unlink()  # the call is over, and who has not come may be dead
             raise
