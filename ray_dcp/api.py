@@ -45,6 +45,8 @@ from ray_dcp.protocol.steps import (
     default_save_planner,
     known_reader,
     known_writer,
+    load_steps,
+    save_steps,
 )
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, Phase, ReplicaCheck, replica_check_from, share_reads_from
@@ -213,9 +215,12 @@ def load(
                 strict = False
             planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location, choice=choice)
             share_reads = share_reads_from(os.environ)
-            request = LoadRequest(state_dict, location, reader.reader, planner, strict, trusted, share_reads, choice)
+            steps = load_steps(
+                planner, reader.reader, call, trusted=trusted, checkpoint_id=location, share_reads=share_reads
+            )
+            request = LoadRequest(state_dict, location, steps, strict, choice)
         report = load_rank(request, call)
-        del request, reader, planner  # and with them what was made of the checkpoint, before the collector wakes
+        del request, steps, reader, planner  # and with them what was made of the checkpoint, before the collector wakes
     return saves.tell_earlier("load", report)
 
 
@@ -277,7 +282,8 @@ def _save_request(
     require_storage(writer.writer, "storage_writer")
     require_planner(planner, "save")
     location = _locate(call, checkpoint_id, writer, "storage_writer")
-    return SaveRequest(state_dict, location, writer.writer, default_save_planner(planner), replica_check)
+    steps = save_steps(default_save_planner(planner), writer.writer, call)
+    return SaveRequest(state_dict, location, steps, replica_check)
 
 
 def _locate(call: Call, checkpoint_id: CheckpointId | None, storage: KnownWriter | KnownReader, role: str) -> str:

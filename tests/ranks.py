@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ray_dcp.api import absolute
 from ray_dcp.planning.template.stored_names import NameChoice
+from ray_dcp.protocol.call import Call
 from ray_dcp.protocol.coordinator.coordinator import Coordinator
 from ray_dcp.protocol.coordinator.membership import JoinRequest
 from ray_dcp.protocol.exception import RankFailure
@@ -19,7 +20,7 @@ from ray_dcp.protocol.rank.load import LoadRequest, load
 from ray_dcp.protocol.rank.remote_call import RemoteCall
 from ray_dcp.protocol.rank.report import LoadReport
 from ray_dcp.protocol.rank.save import SaveRequest, save
-from ray_dcp.protocol.steps import default_load_planner, default_save_planner
+from ray_dcp.protocol.steps import default_load_planner, default_save_planner, load_steps, save_steps
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import DEFAULT_REPLICA_CHECK, Limits, ReplicaCheck
 from ray_dcp.write.writer import StoreWriter
@@ -97,9 +98,8 @@ class ThreadRanks:
         replica_check: ReplicaCheck = DEFAULT_REPLICA_CHECK,
     ) -> Metadata:
         location = absolute(checkpoint_id)
-        own_writer = writer or StoreWriter(location)
-        request = SaveRequest(state, location, own_writer, default_save_planner(planner), replica_check)
-        return save(request, self.call(rank, "save", location))
+        call = self.call(rank, "save", location)
+        return save(save_request(state, location, call, planner, writer, replica_check), call)
 
     def load(self, templates: list[dict[str, Any]], checkpoint_id: Any, **options: Any) -> list[Any]:
         """Load into each rank's template; ``LoadReport`` or error of each."""
@@ -121,16 +121,23 @@ class ThreadRanks:
         location = absolute(checkpoint_id)
         chosen = NameChoice(**choice)
         load_planner = default_load_planner(planner, cast=cast, trusted=trusted, checkpoint_id=location, choice=chosen)
-        request = LoadRequest(
-            template,
-            location,
-            reader or StoreReader(location, trusted=trusted),
-            load_planner,
-            strict,
-            trusted,
-            choice=chosen,
-        )
-        return load(request, self.call(rank, "load", location))
+        call = self.call(rank, "load", location)
+        reader = reader or StoreReader(location, trusted=trusted)
+        steps = load_steps(load_planner, reader, call, trusted=trusted, checkpoint_id=location, share_reads=True)
+        return load(LoadRequest(template, location, steps, strict, chosen), call)
+
+
+def save_request(
+    state: dict[str, Any],
+    location: str,
+    call: Call,
+    planner: Any = None,
+    writer: Any = None,
+    replica_check: ReplicaCheck = DEFAULT_REPLICA_CHECK,
+) -> SaveRequest:
+    """What ``dcp.save`` asks of a rank in ``call``."""
+    steps = save_steps(default_save_planner(planner), writer or StoreWriter(location), call)
+    return SaveRequest(state, location, steps, replica_check)
 
 
 class ThreadGroup:

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError
-from ray_dcp.protocol.rank.save import SaveRequest, plan_save, stage_save, write_save
-from ray_dcp.protocol.steps import default_save_planner
+from ray_dcp.protocol.rank.save import plan_save, stage_save, write_save
 from ray_dcp.write.writer import StoreWriter
 from tests.conftest import random_states
-from tests.ranks import ThreadRanks, require_no_errors
+from tests.ranks import ThreadRanks, require_no_errors, save_request
 from tests.states import Dict, Maker, OfRank, Stateful, losing_states, names, same, states
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -38,7 +37,7 @@ def save(description: Dict, place: str, world_size: int, *, staged: bool) -> lis
         if not staged:
             return ranks.save_rank(rank, state, place, writer=writer)
         call = ranks.call(rank, "save", place)
-        request = SaveRequest(state, place, writer, default_save_planner(None))
+        request = save_request(state, place, call, writer=writer)
         planned = stage_save(plan_save(request, call), call)
         wipe(state)
         return write_save(planned, call)

@@ -45,15 +45,15 @@ from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFai
 from ray_dcp.protocol.messages import ARRIVE, CallId, decode
 from ray_dcp.protocol.rank.load import LoadRequest, load
 from ray_dcp.protocol.rank.remote_call import RemoteCall
-from ray_dcp.protocol.rank.save import SaveRequest, plan_save, stage_save, write_save
+from ray_dcp.protocol.rank.save import plan_save, stage_save, write_save
 from ray_dcp.protocol.solo import SoloCall
-from ray_dcp.protocol.steps import default_load_planner, default_save_planner
+from ray_dcp.protocol.steps import default_load_planner, load_steps
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import Limits, Phase
 from ray_dcp.store import parallel
 from ray_dcp.store.open import register_scheme
 from ray_dcp.store.store import ObjectWriter, StoredObject
-from ray_dcp.write.writer import StoreWriter
+from tests.ranks import save_request
 
 STALL_S = 5
 ARRIVAL_S = 12
@@ -388,7 +388,8 @@ def template_of(rank: int, world_size: int) -> dict[str, Any]:
 
 def read_into(template: dict[str, Any], location: str, call: Call) -> None:
     planner = default_load_planner(None, cast=False, trusted=False, checkpoint_id=location)
-    load(LoadRequest(template, location, StoreReader(location), planner, True, False), call)
+    steps = load_steps(planner, StoreReader(location), call, trusted=False, checkpoint_id=location, share_reads=True)
+    load(LoadRequest(template, location, steps, True), call)
 
 
 class SteppingStore:
@@ -593,7 +594,7 @@ class RankFiber(Fiber):
         self._settle()
         location = self.call.checkpoint_id
         state = state_of(self.op.tag, self.process.rank, self.process.request.world_size)
-        request = SaveRequest(state, location, StoreWriter(location), default_save_planner(None))
+        request = save_request(state, location, self.call)
         planned = plan_save(request, self.call)
         self.attempt = planned.final_plan.storage_data.attempt
         if self.op.staged:

@@ -11,14 +11,14 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from ray_dcp import CheckpointException, LocalShards, PerRank, StoreWriter
+from ray_dcp import CheckpointException, LocalShards, PerRank
 from ray_dcp.catalog.committed import open_manifest
 from ray_dcp.cli.main import main
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.protocol import replica_warnings
 from ray_dcp.settings import ReplicaCheck, replica_check_from
 from ray_dcp.store.open import open_store
-from tests.ranks import ThreadRanks, require_no_errors
+from tests.ranks import ThreadRanks, require_no_errors, save_request
 
 MIB = 1 << 20
 
@@ -261,8 +261,7 @@ def test_what_differed_is_kept_shown_and_told_again_at_load(tmp_path, caplog, ca
 
 def test_a_staged_save_tells_of_the_values_at_the_call(tmp_path, caplog):
     from ray_dcp.protocol.rank.background import BackgroundSaves
-    from ray_dcp.protocol.rank.save import SaveRequest, plan_save, stage_save, write_save
-    from ray_dcp.protocol.steps import default_save_planner
+    from ray_dcp.protocol.rank.save import plan_save, stage_save, write_save
 
     ranks = ThreadRanks(2)
     place = str(tmp_path / "c")
@@ -270,7 +269,7 @@ def test_a_staged_save_tells_of_the_values_at_the_call(tmp_path, caplog):
     def save(rank):
         state = {"w": torch.full((3,), float(rank)), "n": rank}
         call = ranks.call(rank, "save", place)
-        planned = plan_save(SaveRequest(state, place, StoreWriter(place), default_save_planner(None)), call)
+        planned = plan_save(save_request(state, place, call), call)
         staged = stage_save(planned, call)
         state["w"].fill_(100.0 * rank)
         return BackgroundSaves().start(lambda: write_save(staged, call), call).result(30)

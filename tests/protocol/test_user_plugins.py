@@ -18,11 +18,11 @@ from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError, UnsafeDataError
 from ray_dcp.planning.save_plan.state_planner import for_global_step
 from ray_dcp.protocol.messages import carry
-from ray_dcp.protocol.rank.save import SaveRequest, save
+from ray_dcp.protocol.rank.save import save
 from ray_dcp.protocol.rank.user_staging import staged_by, when_staged
 from ray_dcp.protocol.steps import default_save_planner
 from tests.protocol import plugins
-from tests.ranks import ThreadRanks, require_no_errors
+from tests.ranks import ThreadRanks, require_no_errors, save_request
 from tests.shardings import same_bits
 
 pytestmark = [
@@ -478,7 +478,7 @@ class TestStagers:
         def on_rank(rank):
             values = {"t": LocalShards((4, 3), {(2 * rank, 0): chunks[rank]}), "n": [1]}
             call = ranks.call(rank, "save", str(tmp_path))
-            request = SaveRequest(values, str(tmp_path), dcp.StoreWriter(tmp_path), default_save_planner(None))
+            request = save_request(values, str(tmp_path), call)
             staged = staged_by(STAGERS[stager](), request, call)
             if isinstance(staged, Future):
                 staged = when_staged(staged, request, call)

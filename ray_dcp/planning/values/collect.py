@@ -7,7 +7,7 @@ back to where it was found: plain ones to their dict or list, a ``Stateful``'s t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ray_dcp.errors import StateDictError
 from ray_dcp.planning.per_rank import OneRanksValue, PerRank
 from ray_dcp.planning.template.template_memory import is_meta
-from ray_dcp.planning.values.flat import LEAVES, flat_state, in_key_order
+from ray_dcp.planning.values.flat import LEAVES, flat_state
 from ray_dcp.planning.values.meta_modules import give_state
 from ray_dcp.wording import joined
 
@@ -31,6 +31,14 @@ def is_stateful(value: Any) -> bool:
     if kind in _NEVER_STATEFUL or isinstance(value, torch.Tensor | type):
         return False
     return isinstance(value, Stateful)
+
+
+def in_key_order(keys: Iterable[Any]) -> list[Any]:
+    """The keys of a dict in the order in which every rank asks them, whatever order its own dict has.
+
+    ``state_dict()`` and ``load_state_dict()`` may wait for the other ranks, for ever if those are in another one.
+    """
+    return sorted(keys, key=str)
 
 
 def collect_state(state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -44,14 +44,6 @@ def flat_state(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str,
     return flat, paths
 
 
-def in_key_order(keys: Iterable[Any]) -> list[Any]:
-    """The keys of a dict in the order in which every rank asks them, whatever order its own dict has.
-
-    ``state_dict()`` and ``load_state_dict()`` may wait for the other ranks, for ever if those are in another one.
-    """
-    return sorted(keys, key=str)
-
-
 def unstorable_names(fqns: Iterable[str]) -> list[str]:
     """A line for each name that is no text: one with half of a surrogate pair has no bytes in UTF-8."""
     fqns = list(fqns)

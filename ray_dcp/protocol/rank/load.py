@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageReader
 
 from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.gc_pause import collector_paused, collector_resumed
@@ -33,7 +31,7 @@ from ray_dcp.planning.values.flat import flat_state
 from ray_dcp.protocol.call import Call, agree, phase
 from ray_dcp.protocol.messages import OPEN, PLAN_LOAD, READ, RESTORE, OpenPart
 from ray_dcp.protocol.rank.report import LoadReport
-from ray_dcp.protocol.steps import LoadSteps, load_steps
+from ray_dcp.protocol.steps import LoadSteps
 from ray_dcp.settings import Phase
 from ray_dcp.trace_points import Point, reached
 
@@ -46,12 +44,9 @@ class LoadRequest:
 
     state_dict: dict[str, Any]
     checkpoint_id: str
-    reader: StorageReader
-    planner: LoadPlanner
+    steps: LoadSteps
+    """Who plans and reads it."""
     strict: bool | str
-    trusted: bool
-    share_reads: bool = True
-    """Whether ranks of one node may read for each other."""
     choice: NameChoice = EVERYTHING
     """Which names, and what they are called."""
 
@@ -74,14 +69,7 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
 
     Raises ``CheckpointException``. A template that does not fit is untouched.
     """
-    steps = load_steps(
-        request.planner,
-        request.reader,
-        call,
-        trusted=request.trusted,
-        checkpoint_id=request.checkpoint_id,
-        share_reads=request.share_reads,
-    )
+    steps = request.steps
     metadata = _open(request, steps, call)
     template, seen = _template(request, metadata, steps, call)
     with phase(call, Phase.READ), template.per_rank.expanded(seen.metadata.state_dict_metadata), torch.no_grad():

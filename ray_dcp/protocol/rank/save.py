@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter
 
 from ray_dcp.errors import without_keys
 from ray_dcp.gc_pause import collector_paused
@@ -24,7 +22,7 @@ from ray_dcp.planning.values.collect import collect_state
 from ray_dcp.protocol.call import Call, agree, phase
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException
 from ray_dcp.protocol.messages import PLAN_SAVE, WRITE
-from ray_dcp.protocol.steps import SaveSteps, save_steps
+from ray_dcp.protocol.steps import SaveSteps
 from ray_dcp.settings import DEFAULT_REPLICA_CHECK, Phase, ReplicaCheck
 from ray_dcp.trace_points import Point, reached
 
@@ -37,8 +35,8 @@ class SaveRequest:
 
     state_dict: Mapping[str, Any]
     checkpoint_id: str
-    writer: StorageWriter
-    planner: SavePlanner
+    steps: SaveSteps
+    """Who plans and writes it."""
     replica_check: ReplicaCheck = DEFAULT_REPLICA_CHECK
 
 
@@ -52,9 +50,9 @@ def save(request: SaveRequest, call: Call) -> Metadata:
 
 def plan_save(request: SaveRequest, call: Call) -> SaveSteps:
     """Collect the state and agree with all ranks on who writes what: a save whose final plan is known."""
+    steps = request.steps
     with phase(call, Phase.COLLECT):
         state = collect_state(request.state_dict, call.rank)
-    steps = save_steps(request.planner, request.writer, call)
     with phase(call, Phase.PLAN), steps.planning():
         reached(Point.BEFORE_PLAN)
         with collector_paused(), torch.no_grad():
