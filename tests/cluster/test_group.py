@@ -313,18 +313,12 @@ def test_the_coordinator_ends_with_the_last_rank_that_closes(ranks):
     until(lambda: "coordinator/short-lived" not in ray_dcp_actors(), timeout_s=10)
 
 
-def test_the_coordinator_ends_when_all_its_ranks_have_died(own_ranks):
+def test_the_coordinator_ends_when_all_its_ranks_have_died_and_the_next_group_has_a_later_generation(own_ranks, ranks):
     own_ranks.ok(2, generation_of, name="doomed")
     assert "coordinator/doomed" in ray_dcp_actors()
     own_ranks.forget()
     until(lambda: "coordinator/doomed" not in ray_dcp_actors(), timeout_s=30)
-
-
-def test_a_group_that_ended_begins_again_above_its_last_generation(own_ranks):
-    own_ranks.ok(2, generation_of, name="forgotten")
-    own_ranks.forget()
-    until(lambda: "coordinator/forgotten" not in ray_dcp_actors(), timeout_s=30)
-    assert own_ranks.ok(2, generation_of, name="forgotten") == [(2, 0, 2), (2, 1, 2)]
+    assert ranks.ok(2, generation_of, name="doomed") == [(2, 0, 2), (2, 1, 2)]
 
 
 def test_joining_checks_its_arguments(ray_session):
