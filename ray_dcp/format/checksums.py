@@ -16,13 +16,13 @@ Bytes = bytes | bytearray | memoryview
 
 
 def crc32(content: Bytes, crc: int = 0) -> int:
-    """The CRC-32 of ``content``, or of what ``crc`` is of with ``content`` behind it. Flat bytes."""
+    """The CRC-32 of ``content``, which is flat bytes; with ``crc``, that of bytes that have it, then ``content``."""
     value: int = isal_zlib.crc32(content, crc)
     return value
 
 
 def block_crcs(content: Bytes) -> tuple[int, ...]:
-    """The CRC-32 of each block of ``content``, the last one short; none for no bytes."""
+    """The CRC-32 of each block of ``content``, the last one short; empty for no bytes."""
     if len(content) <= BLOCK_NBYTES:
         return (crc32(content),) if len(content) else ()
     view = memoryview(content)
@@ -65,7 +65,7 @@ class BlockChecksums:
                 self._close_block()
 
     def crcs(self) -> tuple[int, ...]:
-        """Of all blocks, the last one short; call once, at the end."""
+        """The CRC-32 of each block, the last one short. Call it once, at the end."""
         if self._in_block:
             self._close_block()
         return tuple(self._crcs)
@@ -78,14 +78,14 @@ class BlockChecksums:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """By what a run of stored bytes is checked: the CRC-32 of each of its blocks, the last one short.
+    """How a run of stored bytes is checked: by the CRC-32 of each of its blocks, the last one short.
 
     Bytes that have one checksum for all of them are one block.
     """
 
     nbytes: int
     crcs: Sequence[int] | None
-    """None where nothing says what the bytes should be."""
+    """The CRC-32 of each block; None where nothing says what the bytes should be."""
     block_nbytes: int = BLOCK_NBYTES
 
     @classmethod
@@ -112,7 +112,7 @@ class Check:
     def damage(self, content: memoryview, start: int = 0) -> tuple[int, int] | None:
         """Return (start, nbytes) of the first block of ``content`` that is not as it was written, or None.
 
-        ``content`` begins at a block, ``start`` of the bytes, and ends with one.
+        ``content`` begins with a block, ``start`` bytes into the run, and ends with one.
         """
         return RunningCheck(self).damage(content, start)
 

@@ -28,8 +28,9 @@ _OWN_KEYS = "ray_dcp."
 _ROWS_CRC = "ray_dcp.rows_crc"
 _FACTS_CRC = "ray_dcp.facts_crc"
 _DIFFERING = "ray_dcp.differing"
+"""Key of the names under which ranks held different values; only there where some did."""
 _CONTAINERS = "ray_dcp.containers"
-"""Only where there is something to tell: ranks that differed."""
+"""Key of what names do not tell of the state dict; only there where that is known."""
 _MAX_DIFFERING = 1000
 _MAX_NAMED_GROUPS = 8
 
@@ -40,19 +41,21 @@ class Entry:
 
     fqn: str
     offsets: tuple[int, ...] | None
-    """Of the chunk in the whole tensor; None for a Python object."""
+    """Offsets of the chunk in the whole tensor, in elements; None for a Python object."""
     sizes: tuple[int, ...] | None
+    """Shape of the chunk; None for a Python object."""
     dtype: str | None
-    """As torch prints it without the prefix: ``float32``, ``bfloat16``, ``float8_e4m3fn``."""
+    """The dtype as torch prints it, without the prefix: ``float32``, ``bfloat16``, ``float8_e4m3fn``."""
     file: str
-    """Key relative to the checkpoint's folder."""
+    """Key of the shard file, relative to the checkpoint's folder."""
     record_offset: int
+    """Offset of the record in the file, in bytes."""
     record_nbytes: int
     payload_offset: int
-    """Of the tensor's bytes in the file. A Python object's payload is its whole record."""
+    """Offset of the tensor's bytes in the file, not in the record. A Python object's payload is its whole record."""
     payload_nbytes: int
     block_crcs: tuple[int, ...]
-    """CRC-32 of each ``layout.BLOCK_NBYTES`` of the payload; none for an empty payload."""
+    """CRC-32 of each ``names.BLOCK_NBYTES`` of the payload; empty for an empty payload."""
     rank: int
     """The rank that wrote it."""
 
@@ -95,18 +98,18 @@ class EntryTable(Sequence[Entry]):
         return map(Entry, *self.columns)
 
     def __eq__(self, other: object) -> bool:
-        """By what they hold, lists of entries included."""
+        """Whether both hold the same entries; a list of entries may be equal, too."""
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # as a list
 
     def column(self, name: str) -> Sequence[Any]:
-        """One field of all entries."""
+        """One field of all entries, in their order."""
         return self.columns[_COLUMNS.index(name)]
 
     @property
     def files(self) -> Sequence[str]:
-        """Of each entry."""
+        """The key of each entry's shard file."""
         return self.column("file")
 
 
@@ -114,7 +117,7 @@ _COLUMNS = tuple(Entry.__dataclass_fields__)
 
 
 def as_table(entries: Sequence[Entry]) -> EntryTable:
-    """``entries`` by columns; nothing to do where they are."""
+    """``entries`` held by columns: as they are where they are so already."""
     if isinstance(entries, EntryTable):
         return entries
     return EntryTable([[getattr(entry, name) for entry in entries] for name in _COLUMNS])
@@ -128,7 +131,10 @@ class DifferingReplicas:
     ranks: tuple[tuple[int, ...], ...]
     """Ranks with equal values stand together; the lowest one comes first."""
     largest_difference: float | None = None
-    """Of two elements that lie at one place, among those that were looked at; None where it is no tensor."""
+    """The largest difference between two elements that lie at one place, among those that were looked at.
+
+    None where no difference was computed, as of a value that is not a tensor.
+    """
 
     def __str__(self) -> str:
         apart = "" if self.largest_difference is None else f", largest difference {self.largest_difference:.3g}"
@@ -155,16 +161,16 @@ class Manifest:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """User metrics, JSON values."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """``torch`` and ``ray_dcp``."""
+    """Versions of ``torch`` and ``ray_dcp``."""
     format_version: int = FORMAT_VERSION
     differing: Sequence[DifferingReplicas] = ()
-    """By name; of more than a thousand the first."""
+    """Sorted by name; of more than a thousand only the first thousand are stored."""
     containers: Sequence[Any] | None = None
     """What names do not tell of the state dict (``planning.containers``); None where that is not known."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all records; of what several share once."""
+        """Bytes of all records; of records that begin at one place, the longest counts."""
         table = as_table(self.entries)
         longest: dict[tuple[str, int], int] = {}
         records = zip(table.files, table.column("record_offset"), strict=True)
@@ -312,7 +318,7 @@ def _schema() -> pa.Schema:
 
 
 def _column_values(table: pa.Table, wanted: pa.Field) -> list[Any]:
-    """One Python value a row. Raises ``KeyError`` or ``ValueError`` where the table is not as wanted."""
+    """One Python value for each row. Raises ``KeyError`` or ``ValueError`` where the table is not as wanted."""
     import pyarrow as pa
 
     column = table.column(wanted.name).cast(wanted.type).combine_chunks()
@@ -328,7 +334,7 @@ def _column_values(table: pa.Table, wanted: pa.Field) -> list[Any]:
 
 
 def _crc(parts: Sequence[Any]) -> int:
-    """Over what is read, not over the file's bytes: it finds whatever went wrong on the way."""
+    """The CRC-32 of what was read, not of the file's bytes: it finds whatever went wrong on the way."""
     crc = 0
     for part in parts:
         crc = zlib.crc32(json.dumps(part, separators=(",", ":")).encode(), crc)

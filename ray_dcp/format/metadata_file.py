@@ -42,7 +42,7 @@ _LAYOUTS = {str(one): one for one in vars(torch).values() if isinstance(one, tor
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """Return the dtype that ``manifest.dtype_name`` calls so; None where this torch has none of that name."""
+    """Return the dtype that ``manifest.dtype_name`` calls ``name``; None where this torch does not have it."""
     found = getattr(torch, name or "", None)
     return found if isinstance(found, torch.dtype) else None
 
@@ -67,7 +67,7 @@ def _members_of(owner: Any) -> Mapping[str, Any] | None:
 
 
 class _FastUnpickler(pickle.Unpickler):
-    """For content whose digest has been checked, and of opcodes that take no more memory than they are long."""
+    """Reads content whose digest has been checked and that ``reserves_no_more_than_it_holds``."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -78,7 +78,7 @@ class _FastUnpickler(pickle.Unpickler):
 
 
 class _CarefulUnpickler(pickle._Unpickler):
-    """For content that nothing vouches for: it never reserves more than the content is long, and is slower."""
+    """Reads content that nothing vouches for: it never reserves more than the content is long, and is slower."""
 
     dispatch = without_reserving(pickle._Unpickler.dispatch)
 
@@ -118,7 +118,7 @@ def _classes_kept() -> Iterator[None]:
 
 @functools.cache
 def _changeable() -> list[Any]:
-    """The classes in the list, and those of their instances that are there for the whole process."""
+    """The classes that a pickle may name, and those of their instances that are there for the whole process."""
     found: list[Any] = []
     for module, names in METADATA_CLASSES.items():
         with suppress(ImportError):
@@ -128,7 +128,7 @@ def _changeable() -> list[Any]:
 
 
 def _restored(one: Any, held: dict[str, Any]) -> bool:
-    """Whether its attributes were others than ``held``; Python itself may add annotations at any time."""
+    """Give ``one`` its attributes back; return whether it had others. Python may add annotations at any time."""
     now = dict(vars(one))
     changed = [
         name
@@ -144,7 +144,7 @@ def _restored(one: Any, held: dict[str, Any]) -> bool:
 
 
 _METADATA_PROTOCOL = 4
-"""Pickle's own of Python 3.8 to 3.13: what is written does not depend on the Python that writes."""
+"""The default protocol of Python 3.8 to 3.13: what is written does not depend on the Python that writes."""
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
@@ -163,25 +163,25 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 
 def _place_by_call(place: StorageInfo) -> tuple[Any, ...]:
-    """As short as can be: there is one for each item."""
+    """How to pickle a place, as short as can be: there is one for each item."""
     more = (place.transform_descriptors,) if place.transform_descriptors is not None else ()
     return StorageInfo, (place.relative_path, place.offset, place.length, *more)
 
 
 def _index_by_call(index: MetadataIndex) -> tuple[Any, ...]:
-    """As a place is; the class makes a ``torch.Size`` of any offset."""
+    """How to pickle an index, as short as a place; the class makes a ``torch.Size`` of any offset."""
     offset = tuple(index.offset) if index.offset is not None else None
     return MetadataIndex, (index.fqn, offset) if index.index is None else (index.fqn, offset, index.index)
 
 
 def _places_first(metadata: Metadata) -> tuple[Any, ...]:
-    """What is named once for each item, such as a class, is named in two bytes while pickle has seen little else."""
+    """Places first: what each of them names, such as a class, takes two bytes while pickle has seen little else."""
     state = dict(vars(metadata))
     return copyreg.__newobj__, (Metadata,), {"storage_data": state.pop("storage_data", None)} | state  # type: ignore[attr-defined]
 
 
 def _without_path(metadata: Metadata) -> Metadata:
-    """Paths are pickled otherwise by each Python; a text says as much."""
+    """``metadata`` with its path as text, which says as much: each Python pickles paths in its own way."""
     stored = metadata.storage_meta
     if not isinstance(getattr(stored, "checkpoint_id", None), PurePath):
         return metadata
@@ -193,8 +193,8 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
     """The ``Metadata`` in ``content``; ``file`` is where it came from, for messages.
 
     Raises ``UnsafeDataError`` when it names anything but metadata classes, ``CorruptCheckpointError`` when it is
-    no metadata at all. Nothing it names is run, save with ``trusted``: a user's planner may keep anything in it.
-    ``digest_checked`` where a manifest vouches for the content: it is then read several times as fast.
+    not metadata at all. Nothing it names is run, save with ``trusted``: a user's planner may keep anything in it.
+    ``digest_checked`` says that a manifest vouches for the content: it is then read several times as fast.
     """
     try:
         if trusted:
@@ -204,12 +204,12 @@ def decode_metadata(content: bytes, *, file: str, trusted: bool = False, digest_
             metadata = _load_restricted(_FastUnpickler if quickly else _CarefulUnpickler, content)
     except NotAllowedError as error:
         raise UnsafeDataError(
-            f"asks to load {error}, which is no part of a checkpoint's metadata; it was not loaded",
+            f"asks to load {error}, which is not part of a checkpoint's metadata; it was not loaded",
             file=file,
             ways="Pass trusted=True if you trust whoever wrote this checkpoint",
         ) from None
     except Exception as error:
-        raise CorruptCheckpointError(f"is no readable metadata: {type(error).__name__} {error}", file=file) from error
+        raise CorruptCheckpointError(f"is not readable metadata: {type(error).__name__} {error}", file=file) from error
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(f"holds a {type(metadata).__name__} instead of metadata", file=file)
     if isinstance(metadata.storage_meta, StorageMeta):
@@ -230,14 +230,14 @@ def _load_trusted(content: bytes) -> Any:
 
 
 def _fill_in_defaults(loaded: StorageMeta) -> None:
-    """Give it what an older torch, which had no such field, or damage has left out."""
+    """Give ``loaded`` the fields that damage has left out, or an older torch, which did not have them."""
     for one in dataclasses.fields(loaded):
         if one.default_factory is not dataclasses.MISSING and not hasattr(loaded, one.name):
             setattr(loaded, one.name, one.default_factory())
 
 
 def _require_well_formed(metadata: Metadata, file: str) -> None:
-    """Damage may leave a pickle that loads: what readers rely on is looked at here, once."""
+    """Raise ``CorruptCheckpointError`` where what readers rely on is missing: damage may leave a pickle that loads."""
     try:
         saved = metadata.state_dict_metadata
         odd = [fqn for fqn, value in saved.items() if not isinstance(fqn, str) or not _is_well_formed(value)]
@@ -246,7 +246,7 @@ def _require_well_formed(metadata: Metadata, file: str) -> None:
         odd, well_formed = [], False
     if not well_formed:
         fqn = str(odd[0]) if odd else ""
-        raise CorruptCheckpointError("is no readable metadata: parts of it are missing", file=file, fqn=fqn)
+        raise CorruptCheckpointError("is not readable metadata: parts of it are missing", file=file, fqn=fqn)
 
 
 def _is_well_formed(saved: Any) -> bool:
@@ -264,15 +264,18 @@ def _is_well_formed(saved: Any) -> bool:
 
 
 def _require_places(metadata: Metadata, file: str) -> None:
-    """A name without a place is left to whoever looks for it; a user's own writer may have put anything else."""
+    """Raise ``CorruptCheckpointError`` for an invalid place.
+
+    A name without a place is left to whoever looks for it; a user's own writer may have put anything else.
+    """
     for index, info in (metadata.storage_data or {}).items():
         if isinstance(info, StorageInfo) and not _is_place(info):
             fqn = str(getattr(index, "fqn", ""))
-            raise CorruptCheckpointError("is no readable metadata: a place in it is none", file=file, fqn=fqn)
+            raise CorruptCheckpointError("is not readable metadata: a place in it is invalid", file=file, fqn=fqn)
 
 
 def _is_place(info: StorageInfo) -> bool:
-    """Whether it is all there: a pickle may make one without what its class always has."""
+    """Whether all of a place is there: a pickle may make one without what its class always has."""
     try:
         return isinstance(info.relative_path, str) and are_counts((info.offset, info.length))
     except AttributeError:
@@ -321,14 +324,14 @@ def decode_python(content: IO[bytes], *, file: str, fqn: str, trusted: bool, map
 
 
 def _is_zip(content: IO[bytes]) -> bool:
-    """A pickle of old has no zip file around it."""
+    """Whether ``content`` goes on with a zip file: an old pickle has none around it."""
     begin = content.read(len(LOCAL_SIGNATURE))
     content.seek(-len(begin), io.SEEK_CUR)
     return begin == LOCAL_SIGNATURE
 
 
 def _plain_value(content: IO[bytes], file: str, fqn: str, map_location: str) -> Any:
-    """What is tensors and plain values of Python and numpy, and nothing else."""
+    """The value in ``content``, made of tensors and plain values of Python and numpy and nothing else."""
     try:
         with open_zipfile_reader(content) as entries:
             return load_entries(entries, map_location, value_unpickler, encoding="utf-8")
@@ -351,6 +354,6 @@ def _unsafe(error: Exception, file: str, fqn: str) -> UnsafeDataError:
 
 
 def _telling_line(error: BaseException) -> str:
-    """The one that names a class, where torch's message has one."""
+    """The line of torch's message that names a class, where there is one; else the first."""
     named = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "global" in line]
     return named[0] if named else first_line_of(error)

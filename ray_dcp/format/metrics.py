@@ -15,7 +15,7 @@ def json_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """``metrics`` as they will be read back: numbers of numpy and torch become Python's, tuples lists.
 
     NaN and infinity stay what they are. Raises ``ConfigError`` naming the first value that JSON has no word for, and
-    the first key that is no text: JSON would make text of it.
+    the first key that is not text: JSON would make text of it.
     """
     if not isinstance(metrics, Mapping):
         raise ConfigError("metrics", f"is a {type(metrics).__name__}; pass a dict")

@@ -16,10 +16,10 @@ METADATA = ".metadata"
 """DCP's pickled ``Metadata``. Its presence is the commit."""
 MANIFEST = "manifest.parquet"
 POINTER = "ray_dcp_pointer.json"
-"""In a folder handed to Ray Train: where the checkpoint really lies, ``{"checkpoint_id": URL}``."""
+"""A file in a folder handed to Ray Train; it says where the checkpoint really lies, ``{"checkpoint_id": URL}``."""
 SHARD_SUFFIX = ".distcp"
 SAFETENSORS_SUFFIX = ".safetensors"
-"""Of files of another format, which are read as checkpoints too."""
+"""How names of files of another format end, which are read as checkpoints too."""
 PAYLOAD_ALIGNMENT = 64
 """Bytes; torch's zip writer aligns payloads to this relative to the record, records are aligned to it in the file."""
 BLOCK_NBYTES = 1 << 20
@@ -46,7 +46,7 @@ class ShardFile:
 
 
 def parse_shard_file(key: str) -> ShardFile | None:
-    """The parts of ``key``, or None when it is no shard file written by ray_dcp."""
+    """The parts of ``key``, or None when it does not name a shard file that ray_dcp wrote."""
     match = _SHARD.fullmatch(key)
     return ShardFile(int(match["rank"]), int(match["number"]), match["attempt"]) if match else None
 
@@ -71,7 +71,7 @@ def encode_pointer(checkpoint_id: str) -> bytes:
 
 
 def decode_pointer(content: bytes, *, file: str) -> str:
-    """Where a pointer leads. Raises ``CorruptCheckpointError``, which names ``file``."""
+    """The place that a pointer leads to. Raises ``CorruptCheckpointError``, which names ``file``."""
     try:
         pointed_at = json.loads(content)["checkpoint_id"]
     except (ValueError, KeyError, TypeError) as error:
@@ -94,12 +94,12 @@ def require_step(step: object) -> int:
     except (TypeError, ValueError, RuntimeError):
         number = -1
     if is_bool or number < 0:
-        raise ConfigError("step", f"{step!r} is no step number; pass a whole number, 0 or more")
+        raise ConfigError("step", f"{step!r} is not a step number; pass a whole number, 0 or more")
     return number
 
 
 def parse_step_folder(name: str) -> int | None:
-    """The step of a folder name, or None when it is no step folder."""
+    """The step in a folder's name, or None when it is not that of a step folder."""
     match = _STEP.fullmatch(name)
     return int(match["step"]) if match else None
 
@@ -111,7 +111,7 @@ def new_attempt(others: Iterable[str] = ()) -> str:
 
 
 def started_ns(attempt: str) -> int:
-    """When an attempt began, in nanoseconds since the epoch; 0 where its name does not say."""
+    """The time at which an attempt began, in nanoseconds since the epoch; 0 where its name does not say."""
     match = _ATTEMPT.fullmatch(attempt)
     return int(match["started_ns"], 16) if match else 0
 

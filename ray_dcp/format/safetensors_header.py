@@ -18,7 +18,7 @@ from ray_dcp.errors import CorruptCheckpointError
 from ray_dcp.format.manifest import are_counts
 
 MAX_HEADER_NBYTES = 100_000_000
-"""As the format's own library has it."""
+"""Most bytes that a header may have, as in the format's own library."""
 TEXTS = "__metadata__"
 
 _LENGTH = struct.Struct("<Q")
@@ -46,15 +46,15 @@ _DTYPE_OF = {
     "F4": ("float4_e2m1fn_x2", 1),
 }
 _TWO_IN_A_BYTE = "F4"
-"""Its shape counts values, torch's counts bytes: the last dimension is half as long there."""
+"""A dtype whose shape counts values here and bytes in torch: there the last dimension is half as long."""
 _NAME_OF = {name: safetensors for safetensors, (name, _) in _DTYPE_OF.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInFile:
-    """One tensor of a file. ``offset`` counts from the start of the file.
+    """One tensor of a file. ``offset`` counts bytes from the start of the file.
 
-    ``dtype`` is torch's word for it, and where torch has none the format's, for which ``has_dtype`` is false.
+    ``dtype`` is torch's word for it, or the format's where torch has none; ``has_dtype`` is false of that.
     """
 
     name: str
@@ -69,9 +69,9 @@ class Header:
     """What a file says of itself."""
 
     tensors: Sequence[TensorInFile]
-    """In the order of their bytes."""
+    """The tensors in the order of their bytes."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """What stands in ``__metadata__``."""
+    """The texts in ``__metadata__``."""
 
 
 def has_dtype(dtype: str) -> bool:
@@ -83,14 +83,14 @@ def read_header(read: Callable[[int, int], bytes], file_nbytes: int, *, file: st
     """The header of a file of ``file_nbytes``; ``read(offset, nbytes)`` reads from it, twice.
 
     Raises ``CorruptCheckpointError``, with ``file`` and the tensor, unless the tensors' bytes are as long as their
-    shapes say and fill the rest of the file without gap or overlap. How long those of unknown dtypes are, they say.
+    shapes say and fill the rest of the file without gap or overlap. Of unknown dtypes any length is believed.
     """
     if file_nbytes < _LENGTH.size:
-        raise CorruptCheckpointError(f"no safetensors file: it has {file_nbytes} bytes", file=file)
+        raise CorruptCheckpointError(f"not a safetensors file: it has {file_nbytes} bytes", file=file)
     (length,) = _LENGTH.unpack(read(0, _LENGTH.size))
     if length > MAX_HEADER_NBYTES:
         raise CorruptCheckpointError(
-            f"no safetensors file: its header would have {length} bytes, at most {MAX_HEADER_NBYTES} are read",
+            f"not a safetensors file: its header would have {length} bytes, at most {MAX_HEADER_NBYTES} are read",
             file=file,
         )
     start = _LENGTH.size + length
@@ -107,7 +107,7 @@ def read_header(read: Callable[[int, int], bytes], file_nbytes: int, *, file: st
 def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], texts: Mapping[str, str]) -> tuple[bytes, Header]:
     """What a file of ``tensors`` (name, torch's dtype, shape; in the order of their bytes) begins with.
 
-    The tensors' bytes follow at once and start at a multiple of eight. Their dtypes are such that ``has_dtype``.
+    The tensors' bytes follow at once and start at a multiple of eight. ``has_dtype`` must be true of each dtype.
     """
     described: dict[str, Any] = {TEXTS: dict(texts)} if texts else {}
     placed, at = [], 0
@@ -134,7 +134,7 @@ def parse_json_object(content: bytes, *, what: str, file: str) -> dict[str, Any]
     try:
         parsed = json.loads(content.decode(), object_pairs_hook=_without_repeats, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{what} is no JSON: {error}", file=file) from error
+        raise CorruptCheckpointError(f"{what} is not JSON: {error}", file=file) from error
     if not isinstance(parsed, dict):
         raise CorruptCheckpointError(f"{what} is a JSON {type(parsed).__name__}, not an object", file=file)
     return parsed
@@ -142,7 +142,7 @@ def parse_json_object(content: bytes, *, what: str, file: str) -> dict[str, Any]
 
 def _parse_json(text: bytes, file: str) -> dict[str, Any]:
     if text[:1] != b"{":
-        raise CorruptCheckpointError("no safetensors file: its header does not begin with {", file=file)
+        raise CorruptCheckpointError("not a safetensors file: its header does not begin with {", file=file)
     return parse_json_object(text, what="its header", file=file)
 
 
@@ -157,7 +157,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _parse_texts(texts: Any, file: str) -> dict[str, str]:
@@ -195,7 +195,7 @@ def _parse_tensor(name: str, described: Any, start: int, file: str) -> TensorInF
 
 
 def _stored_shape(dtype: str, shape: Sequence[int]) -> list[int]:
-    """As the format counts; a tensor without dimensions has nothing to count by."""
+    """``shape`` as the format counts it; a tensor without dimensions has nothing to count by."""
     return [*shape[:-1], shape[-1] * 2] if dtype == _TWO_IN_A_BYTE and shape else list(shape)
 
 

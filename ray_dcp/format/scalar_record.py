@@ -12,7 +12,7 @@ from ray_dcp.format.checksums import crc32
 from ray_dcp.format.zip_record import frame_pickle
 
 PYTHON_SCALARS = frozenset((bool, int, float, str, bytes, type(None)))
-"""Types of values that are stored so."""
+"""Types of the values that are stored in such records."""
 _PICKLE_PROTOCOL = 2
 """What ``torch.save`` writes by default."""
 
@@ -38,7 +38,7 @@ def read_scalar(content: IO[bytes]) -> Any:
 
 
 def scalar_of(record: bytes) -> Any:
-    """The same of a record in memory."""
+    """The number, string, boolean or None in a record in memory. Raises ``NotAScalarError`` for everything else."""
     if not record.startswith(_HEAD) or len(record) < _PICKLE_AT:
         raise NotAScalarError
     # A local header has its entry's checksum; what stands behind the pickle says the same once more.
@@ -52,9 +52,9 @@ def scalar_of(record: bytes) -> Any:
 
 _FRAME = frame_pickle(b"")
 _PICKLE_AT = _FRAME.index(b"PK\x01\x02")
-"""Where the pickle starts: behind the local headers, which end where the directory of a record without one begins."""
+"""Offset of the pickle: behind the local headers, which end where the directory begins if the pickle is empty."""
 _HEAD = _FRAME[: _FRAME.index(b"PK\x03\x04", 1) + 14]
-"""All up to the checksum in the pickle's own header, behind which is its size."""
+"""The bytes of a record up to the checksum in the pickle's own header; the size follows the checksum."""
 _CHECKSUM_AND_SIZE = struct.Struct("<II")
 _FLOAT = struct.Struct(">3sdc")
 _PICKLED_CONSTANTS = {pickle.dumps(value, _PICKLE_PROTOCOL): value for value in (None, True, False)}

@@ -37,7 +37,7 @@ class _StoredTensor:
         self._sizes = sizes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As ``torch.Tensor.__reduce_ex__``: dtypes that came late have a rebuild function of their own."""
+        """Reduce as ``torch.Tensor.__reduce_ex__``: dtypes that came late have a rebuild function of their own."""
         storage = _Storage(self._dtype, math.prod(self._sizes))
         arguments: tuple[Any, ...] = (storage, 0, self._sizes, _strides(self._sizes), False, OrderedDict())
         if self._dtype in new_dtypes():
@@ -46,7 +46,7 @@ class _StoredTensor:
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """As torch has them; not asked of a tensor, since sizes may come from a damaged file."""
+    """The strides that torch gives these sizes; not asked of a tensor, since sizes may come from a damaged file."""
     strides = [1]
     for size in reversed(sizes[1:]):
         strides.append(strides[-1] * max(1, size))
@@ -77,5 +77,5 @@ def torchs_pickle(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
 
 @functools.lru_cache(maxsize=16384)
 def tensor_pickle(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
-    """The same as short as can be; raises as it does."""
+    """What ``torchs_pickle`` makes, as short as can be; raises ``KeyError`` as it does."""
     return pickletools.optimize(torchs_pickle(dtype, sizes))

@@ -1,4 +1,4 @@
-"""Where the payload lies in a record that torch wrote, so that it can be read as one of ray_dcp's own."""
+"""Finds the payload in a record that torch wrote, so that it can be read as one of ray_dcp's own."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ from ray_dcp.format.zip_record import (
 )
 
 _MAX_SMALL_NBYTES = 1 << 16
-"""Of any entry but the payload."""
+"""Most bytes of any entry but the payload."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPayload:
+    """The place of a payload in its record, and its checksum."""
+
     offset: int
-    """In the record."""
+    """Offset in the record, in bytes."""
     nbytes: int
     crc: int | None
-    """None where torch's checksums were turned off when it was written: it then puts 0 for all."""
+    """The payload's CRC-32; None where it was written with torch's checksums turned off: torch then puts 0 for all."""
 
 
 def find_payload(read: Read, record_nbytes: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> FoundPayload | None:
     """The payload of a record that holds a contiguous CPU tensor of this dtype and shape.
 
     None where it holds something else that ``torch.load`` may know: a transposed tensor, an older layout, a class.
-    Everything in it but the payload has been checked then. Raises ``NotARecordError`` where it is damaged.
+    Where a payload is returned, the other entries that count have been checked. Raises ``NotARecordError`` where the
+    record is damaged.
     """
     entries = read_entries(read, record_nbytes)
     payload = entries.get(PAYLOAD)
@@ -56,7 +59,7 @@ def find_payload(read: Read, record_nbytes: int, dtype: torch.dtype, sizes: tupl
 
 
 def _content(read: Read, entry: RecordEntry, has_checksums: bool) -> bytes:
-    """Of an entry; empty where it is too long to be one that counts."""
+    """The checked content of an entry; empty where it is too long to be one that counts."""
     if entry.nbytes > _MAX_SMALL_NBYTES:
         return b""
     content = read(entry.offset, entry.nbytes)

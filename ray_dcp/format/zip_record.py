@@ -16,7 +16,7 @@ from ray_dcp.format.names import PAYLOAD_ALIGNMENT
 ARCHIVE = "archive"
 """The folder in the record of a value without a payload, as torch names it for a file without a name."""
 TENSOR_ARCHIVE = "a"
-"""That of a tensor's. It stands in a record six times: for a tensor of one number, a tenth of all bytes."""
+"""The folder in a tensor's record, which says it six times: ``archive`` would be a tenth of a small record's bytes."""
 PICKLE, PAYLOAD, VERSION, BYTEORDER = "data.pkl", "data/0", "version", "byteorder"
 _PAYLOAD_NAME = f"{TENSOR_ARCHIVE}/{PAYLOAD}".encode()
 
@@ -33,34 +33,34 @@ DESCRIPTOR, DESCRIPTOR_64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
 LOCAL_SIGNATURE, CENTRAL_SIGNATURE, END_SIGNATURE = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
 END_64_SIGNATURE, LOCATOR_64_SIGNATURE, DESCRIPTOR_SIGNATURE = b"PK\x06\x06", b"PK\x06\x07", b"PK\x07\x08"
 PADDING_ID = 0x4246
-"""Of the extra field that fills the gap before a payload; torch's."""
+"""Id of the extra field that fills the gap before a payload; torch has the same."""
 ZIP64_ID = 1
 ZIP64 = 0xFFFFFFFF
-"""In a 32-bit field: the number is too large for it and stands in a zip64 field. So is this number itself."""
+"""In a 32-bit field this says that the number, which is as large or larger, stands in a zip64 field."""
 LOCAL_CRC_AT, CENTRAL_CRC_AT = 14, 16
-"""Where the checksum stands in a header."""
+"""Offset of the checksum in a local header, and in a line of the directory, in bytes."""
 _DATE = 0x21
 """1980-01-01, the first day a zip file knows: equal values make equal records."""
 CRC_FOLLOWS = 1 << 3
 _PLAIN, _LARGE = 20, 45
-"""The version of the zip format that a reader needs."""
+"""The version of the zip format that a reader needs, without zip64 fields and with them."""
 _MAX_TAIL_NBYTES = 4096
 MAX_ROW_NBYTES = 4096
-"""Of records that share a head, together: a reader that knows nothing of it may read them all for the last one."""
+"""Most bytes of a whole row: a reader that does not know of rows may read all of it for the last record."""
 MAX_ROW_PAYLOAD_NBYTES = 8
-"""Of each of them, one number. Longer ones that begin at one place are one memory to a conversion by older readers."""
+"""Most bytes of a payload in a row: one number. Older readers that convert take longer ones for one memory."""
 
 
 class NotARecordError(ValueError):
-    """The bytes are no zip file of stored entries; the text says what is wrong."""
+    """The bytes are not a zip file of stored entries; the text says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFrame:
     """A record of one payload, but for the payload and its checksum.
 
-    ``head`` ends where the payload starts; ``tail(crc)`` follows it. ``payload_at`` bytes into the record the payload
-    starts, and the record is ``nbytes`` long.
+    ``head`` ends where the payload starts, ``payload_at`` bytes into the record; ``tail(crc)`` follows the payload. The
+    record is ``nbytes`` long.
     """
 
     head: bytes
@@ -99,11 +99,12 @@ def frame_pickle(pickled: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SmallRecord:
-    """The place of a record in a row, which begins at a multiple of the alignment, and all but its payload."""
+    """All of a record but its payload, and its place in a row, which begins at a multiple of the alignment."""
 
     payload_at: int
-    """In the row, as its end."""
+    """Offset of the payload in the row, in bytes."""
     end: int
+    """Offset in the row of what follows the record, in bytes."""
     _parts: tuple[bytes, bytes, bytes, bytes]
 
     def around(self, content: bytes | memoryview, crc: int) -> bytes:
@@ -126,11 +127,11 @@ class SmallFrame:
         frame = frame_payload(pickled, payload_nbytes, crc=0)
         header_at = len(self._front.local)
         self.first = self._record(0, header_at, frame.head)
-        """Or only one."""
+        """The first record of a row, or the only one."""
         self._row = [self.first]
 
     def in_row(self, number: int) -> SmallRecord | None:
-        """The record behind ``number`` others; None where the row is full. Asked for in order."""
+        """The record behind ``number`` others; None where the row is full. Records are asked for in order."""
         if number < len(self._row):
             return self._row[number]
         if not 0 < self._payload_nbytes <= MAX_ROW_PAYLOAD_NBYTES:
@@ -242,7 +243,7 @@ class RecordEntry:
     """One stored entry: where its content lies in the record, and its checksum."""
 
     name: str
-    """Without the archive's folder."""
+    """Name without the archive's folder."""
     offset: int
     nbytes: int
     crc: int
@@ -257,9 +258,9 @@ class DirectoryEntry:
     """What the directory of a record says of one entry."""
 
     header_at: int
-    """Of the entry's own header, which stands in front of its content."""
+    """Offset in the record of the entry's own header, which stands in front of its content, in bytes."""
     name: str
-    """As it is stored, with the archive's folder."""
+    """Name as it is stored, with the archive's folder."""
     nbytes: int
     crc: int
     version: int
@@ -273,11 +274,11 @@ class Directory:
     """The directory of a record: the part of a zip file behind all contents."""
 
     entries: tuple[DirectoryEntry, ...]
-    """As they stand in it."""
+    """The entries in the order in which the directory has them."""
     offset: int
-    """In the record."""
+    """Offset of the directory in the record, in bytes."""
     nbytes: int
-    """Up to the end of the zip file, which follows and says where the directory is."""
+    """Length up to the end of the zip file, which follows and says where the directory is."""
 
 
 def read_entries(read: Read, nbytes: int) -> dict[str, RecordEntry]:
@@ -299,7 +300,7 @@ def read_entries(read: Read, nbytes: int) -> dict[str, RecordEntry]:
 
 
 def placed_entry(read: Read, directory: Directory, entry: DirectoryEntry, begin: int) -> RecordEntry:
-    """Where the content of ``entry`` lies: behind ``begin``. Raises ``NotARecordError`` where it does not."""
+    """The entry with the place of its content, which must lie behind ``begin``. Raises ``NotARecordError`` if not."""
     name = entry.name
     if entry.header_at < begin or entry.header_at + LOCAL.size > directory.offset:
         raise NotARecordError(f"its entry {name!r} lies over another one")
@@ -310,7 +311,7 @@ def placed_entry(read: Read, directory: Directory, entry: DirectoryEntry, begin:
 
 
 def read_directory(read: Read, nbytes: int) -> Directory:
-    """The directory alone, off the last part of the record. Raises ``NotARecordError`` as ``read_entries`` does."""
+    """The directory alone, from the last part of the record. Raises ``NotARecordError`` as ``read_entries`` does."""
     tail_nbytes = min(nbytes, _MAX_TAIL_NBYTES)
     tail = read(nbytes - tail_nbytes, tail_nbytes)
     num_entries, length, offset, ends_at = _read_end(tail, nbytes)

@@ -106,7 +106,7 @@ def test_the_installed_command_runs(tmp_path):
         (["list", "hdfs://a/b"], 2, "unknown scheme hdfs://"),
         (["list", "s3://b/x?nope=1"], 2, "unknown parameter 'nope'"),
         (["list", "{tmp}/nothing"], 3, "nothing is there"),
-        (["show", "{tmp}/torn"], 5, "is no readable metadata"),
+        (["show", "{tmp}/torn"], 5, "is not readable metadata"),
         (["copy", "{tmp}/nothing", "{tmp}/there"], 3, "nothing is there"),
         (["list", "{tmp}/" + "long" * 100], 4, "File name too long"),
     ],

@@ -241,7 +241,7 @@ class TestMetadata:
     def test_one_with_parts_missing_is_corrupt(self, damage):
         metadata = metadata_of()
         damage(metadata)
-        with pytest.raises(CorruptCheckpointError, match="is no readable metadata: parts of it are missing"):
+        with pytest.raises(CorruptCheckpointError, match="is not readable metadata: parts of it are missing"):
             decode_metadata(encode_metadata(metadata), file="f")
 
     def test_what_torchs_class_has_got_since_it_was_written_is_there_and_is_saved_again(self):
@@ -260,7 +260,7 @@ class TestMetadata:
     def test_a_place_that_is_none_is_corrupt_and_told_with_its_name(self, part):
         metadata = metadata_of()
         vars(metadata.storage_data[MetadataIndex("n")]).update(part)
-        with pytest.raises(CorruptCheckpointError, match="a place in it is none") as caught:
+        with pytest.raises(CorruptCheckpointError, match="a place in it is invalid") as caught:
             decode_metadata(encode_metadata(metadata), file="f")
         assert caught.value.fqn == "n"
 
@@ -268,7 +268,7 @@ class TestMetadata:
     def test_a_place_that_lacks_a_part_is_corrupt_and_told_with_its_name(self, part):
         metadata = metadata_of()
         del vars(metadata.storage_data[MetadataIndex("n")])[part]
-        with pytest.raises(CorruptCheckpointError, match="a place in it is none") as caught:
+        with pytest.raises(CorruptCheckpointError, match="a place in it is invalid") as caught:
             decode_metadata(pickle.dumps(metadata), file="f")
         assert caught.value.fqn == "n"
 

@@ -58,11 +58,11 @@ DTYPE_NAMES = frozenset((
 
 
 class NotAllowedError(Exception):
-    """A pickle names something that is no part of a checkpoint's metadata."""
+    """A pickle names something that is not part of a checkpoint's metadata."""
 
 
 def as_named_now(module: str, name: str) -> tuple[str, str]:
-    """Where a class is that other Pythons have elsewhere: 3.13 has its paths in ``pathlib._local``."""
+    """The module and name of a class here; other Pythons have some elsewhere: 3.13 has paths in ``pathlib._local``."""
     return ("pathlib" if module == "pathlib._local" else module), name
 
 
@@ -70,7 +70,7 @@ class EnumMember:
     """Stands for ``getattr`` in a pickle: Python 3.11 up to 3.11.3 stores a member of an enum as a call of it.
 
     ``members_of`` gives the members of an enum that may be named so, and None for whatever else a file passes. A file
-    can set no attribute of it, and ``left_in`` tells whether it is still there in what was loaded.
+    can set no attribute of it, and ``StandIns`` tell whether it is still there in what was loaded.
     """
 
     __slots__ = ("__weakref__", "_members_of")
@@ -113,9 +113,9 @@ def forget_extensions() -> None:
 
 @functools.cache
 def _plain_opcodes() -> re.Pattern[bytes]:
-    """Many opcodes with what belongs to each: all but long text that a pickle of protocol 4 needs for metadata.
+    """Matches many opcodes with what belongs to each: all but long text that a pickle of protocol 4 needs for metadata.
 
-    Those that are most often there come first. In parts, since a repeat remembers where each one began.
+    The most frequent ones come first. It matches in parts, since a repeat remembers where each one began.
     """
     alone = b"[%s]" % re.escape(b")(us}]aeNtbRld012\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94")
     # A byte and as many more as it says: sixteen times sixteen, since a pattern tries one way after the other.
@@ -134,9 +134,9 @@ _LONG_TEXT, _STOP = pickle.BINUNICODE[0], pickle.STOP[0]
 def reserves_no_more_than_it_holds(content: bytes) -> bool:
     """Whether the unpickler in C needs no more memory for a pickle than a small multiple of its length.
 
-    Where a pickle numbers itself what it may come back to, a number of five bytes has that make a list of 64 GiB. Ours
-    are of a protocol that counts instead; others are for the unpickler in Python. What looks like such an opcode is
-    mostly text, so it takes a walk over all of them.
+    Where a pickle itself numbers what it may come back to, five bytes can have that make a list of 64 GiB. Ours are
+    of a protocol that counts instead; others are for the unpickler in Python. What looks like such an opcode is mostly
+    text, so it takes a walk over all of them.
     """
     opcodes, at = _plain_opcodes(), 0
     while at < len(content) and content[at] != _STOP:
@@ -187,7 +187,7 @@ class _Symbol:
 
 
 class _SymbolsOnly:
-    """What both unpicklers find by a name."""
+    """Finds what a name stands for, in both unpicklers."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)  # type: ignore[call-arg]  # the unpickler comes next
@@ -208,7 +208,7 @@ class _Symbols(_SymbolsOnly, pickle.Unpickler): ...
 
 
 class _CarefulSymbols(_SymbolsOnly, pickle._Unpickler):
-    """For content that has C's unpickler reserve more than it holds."""
+    """Reads content that would have C's unpickler reserve more than it holds."""
 
     dispatch = without_reserving(pickle._Unpickler.dispatch)
 

@@ -28,7 +28,7 @@ class RefusedValueError(ValueError):
 
 def require(allowed: bool) -> None:
     if not allowed:
-        raise RefusedValueError("what is passed to it is none of its values")
+        raise RefusedValueError("what is passed to it makes no plain value")
 
 
 def _dtype(described: Any, *flags: Any) -> np.dtype[Any]:
@@ -38,7 +38,7 @@ def _dtype(described: Any, *flags: Any) -> np.dtype[Any]:
 
 
 def _set_dtype(made: np.dtype[Any], state: Any) -> None:
-    """Give it the state that numpy has for what ``state`` describes; the flags that decide over memory are numpy's."""
+    """Give a dtype the state that numpy has for what ``state`` describes; flags that decide over memory are numpy's."""
     require(type(state) is tuple and len(state) in (8, 9) and type(state[0]) is int)
     meant = _described(made, state)
     own = meant.__reduce__()[2]

@@ -1,7 +1,7 @@
 """The plain values and containers of Python and numpy: what a stored pickle may name, and how each is made again.
 
 Nothing here runs what a file says. A class or function stands here only with a check of what a file may pass to it, so
-that the worst a file can do is to be refused. A save looks at the same names: what is not among them it tells of.
+that the worst a file can do is to be refused. A save looks at the same names, and tells of what is not among them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _counter(*counts: Any) -> Any:
 
 
 def _defaultdict(factory: Any = None, *items: Any) -> collections.defaultdict[Any, Any]:
-    """A ``defaultdict`` calls its factory when it is asked for what it lacks: only with nothing but a plain value."""
+    """A ``defaultdict``; its factory, which it calls for what it lacks, may only be one that makes a plain value."""
     require(factory is None or any(factory is one for one in FACTORIES))
     require(not items or (len(items) == 1 and type(items[0]) is dict))
     return collections.defaultdict(factory, *items)
@@ -114,7 +114,7 @@ FACTORIES = (
 
 
 def _moment(cls: type) -> Callable[..., Any]:
-    """Of ``datetime``: its bytes, and a time zone."""
+    """Makes a date or time of ``datetime`` from its bytes and a time zone."""
 
     def make(state: Any, zone: Any = None) -> Any:
         require(type(state) is bytes and (zone is None or isinstance(zone, datetime.tzinfo)))
@@ -203,7 +203,7 @@ CLASSES: Mapping[str, type] = {
     "torch._C.Generator": torch.Generator,
     **plain_arrays.ARRAY_CLASSES,
 }  # fmt: skip
-"""By their names in a pickle: they may be values themselves."""
+"""The plain classes by their names in a pickle; a class may itself be a value."""
 
 CALLS: Mapping[type, Callable[..., Any]] = {
     bytes: _bytes,
@@ -243,7 +243,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {"_codecs.encode": _encode, **plai
 """What is called in place of a function."""
 
 METHODS: Mapping[tuple[type, str], Callable[..., Any]] = {(zoneinfo.ZoneInfo, "_unpickle"): zone_by_key}
-"""Of classes, which a pickle gets by ``getattr``."""
+"""What is called in place of a method of a class, which a pickle gets by ``getattr``."""
 
 CONSTANTS: Mapping[str, Any] = {"builtins.Ellipsis": ..., "builtins.NotImplemented": NotImplemented}
 
@@ -261,7 +261,7 @@ def _set_namespace(made: types.SimpleNamespace, state: Any) -> None:
 
 
 def _set_ordered(made: Any, state: Any) -> None:
-    """Torch's state dicts carry an attribute."""
+    """Give it the attributes in ``state``: torch's state dicts carry one."""
     require(type(state) is dict and all(type(name) is str and not name.startswith("__") for name in state))
     vars(made).update(state)
 

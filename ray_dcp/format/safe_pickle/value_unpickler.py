@@ -103,7 +103,7 @@ class Unpickler(_Base):
         return isinstance(one, type) and issubclass(one, torch.Tensor)
 
     def _members_of(self, owner: Any) -> Mapping[str, Any] | None:
-        """What ``getattr`` may give: members of an enum that the user allowed, some methods of plain classes."""
+        """What ``getattr`` may return: members of an enum that the user allowed, some methods of plain classes."""
         if isinstance(owner, enum.EnumMeta):
             return owner.__members__ if id(owner) in self._user_ids else None
         if not isinstance(owner, type):
@@ -117,7 +117,7 @@ class Unpickler(_Base):
             raise pickle.UnpicklingError("GLOBAL _operator.or_ is not allowed here")
         return one | other
 
-    # The operators that call something or change what is there; each is pickle's own but for what it looks at first.
+    # The opcodes that call something or change what is there; each does as pickle's own, but looks at its values first.
 
     def _load_reduce(self) -> None:
         arguments, called = self.stack.pop(), self.stack[-1]
@@ -200,7 +200,7 @@ class Unpickler(_Base):
     def _load_binpersid(self) -> None:
         pid = self.stack[-1]
         if type(pid) is not tuple or len(pid) != 5 or pid[0] not in ("storage", b"storage") or type(pid[4]) is not int:
-            raise pickle.UnpicklingError("something beside the pickle that is no storage of a tensor")
+            raise pickle.UnpicklingError("something beside the pickle that is not the storage of a tensor")
         super().load_binpersid()
 
     def _load_bytearray8(self) -> None:
@@ -265,7 +265,7 @@ def _call_if(is_allowed: Callable[[Any], bool], function: Callable[..., Any], *a
 
 
 def load(file: IO[bytes], **options: Any) -> Any:
-    """As ``pickle.load``."""
+    """Unpickle one value, as ``pickle.load`` does. Raises ``pickle.UnpicklingError`` naming what is not allowed."""
     return Unpickler(file, **options).load()
 
 
