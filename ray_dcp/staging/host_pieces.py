@@ -19,7 +19,7 @@ from ray_dcp.format.names import BLOCK_NBYTES
 _DEVICE_PIECE_NBYTES = 8 * BLOCK_NBYTES
 _MAX_COPIED_NBYTES = 1 << 15
 _NUM_PINNED = 3
-"""Pieces of one tensor under way or in use at once: with the piece size, all the memory that it takes."""
+"""Pieces of one tensor that are under way or in use at once: with the piece size, all the memory that is taken."""
 
 
 def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -54,12 +54,12 @@ def tensor_memory(tensor: torch.Tensor) -> memoryview:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous tensor in one dimension; of a single one too, whose stride may be anything."""
+    """The elements of a contiguous tensor in one dimension, also where one element has any stride."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _parts(tensor: torch.Tensor, max_nbytes: int) -> Iterator[torch.Tensor]:
-    """``tensor`` in parts of at most ``max_nbytes``, or of one element, in row-major order; none of an empty one."""
+    """``tensor`` in parts of at most ``max_nbytes``, or of one element, in row-major order; an empty one has none."""
     if tensor.nbytes <= max_nbytes or tensor.dim() == 0:
         if tensor.numel():
             yield tensor
@@ -75,7 +75,7 @@ def _parts(tensor: torch.Tensor, max_nbytes: int) -> Iterator[torch.Tensor]:
 # From a GPU.
 
 Arrived = Callable[[], Any]
-"""Returns when a copy that was started is there."""
+"""Waits for a copy that was started: returns when it is there."""
 
 
 class Ring:
@@ -87,7 +87,7 @@ class Ring:
         self.buffers = buffers
         """Flat uint8 tensors, all of one size."""
         self.start_copy = start_copy
-        """(to a part of a buffer, from a tensor of as many bytes)"""
+        """Starts a copy: (to a part of a buffer, from a tensor of as many bytes) -> what waits for it."""
         self.lock = threading.Lock()
         """Held by the one thread that uses the ring."""
 

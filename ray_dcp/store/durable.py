@@ -44,7 +44,7 @@ class Writeback:
         self._begun = 0
 
     def written_up_to(self, position: int) -> None:
-        """All before ``position`` is written; called as often as one likes."""
+        """Take note that all before ``position`` is written. May be called as often as one likes."""
         start_writeback = _libc_call("sync_file_range", ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
         if start_writeback is not None and position - self._begun >= self._STEP_NBYTES:
             # A hint: what went wrong with the bytes is told by fsync.
@@ -53,7 +53,7 @@ class Writeback:
 
 
 def preallocate(descriptor: int, nbytes: int) -> None:
-    """Reserve room for a file of ``nbytes``: in one piece where possible, and a full disk is found at once.
+    """Reserve room for a file of ``nbytes``, in one piece where possible, so that a full disk is found at once.
 
     Its size stays as it is. Raises ``OSError`` where there is no room; does nothing where the filesystem cannot.
     """
@@ -76,7 +76,7 @@ _FALLOC_FL_KEEP_SIZE = 1
 
 @functools.cache
 def _libc_call(name: str, *argument_types: type) -> Callable[..., int] | None:
-    """A function of the C library on a descriptor, which Python does not have; None where that lacks it too.
+    """A function of the C library that takes a descriptor and that Python lacks; None where the C library lacks it too.
 
     Python's own ``posix_fallocate`` writes zeros where the filesystem cannot reserve.
     """
@@ -89,7 +89,7 @@ def _libc_call(name: str, *argument_types: type) -> Callable[..., int] | None:
 
 
 def close_durably(descriptor: int) -> None:
-    """Close after fsync. An error of either is raised, and the descriptor is closed in any case."""
+    """Close after fsync. An error of either is raised; the descriptor is closed in any case."""
     try:
         os.fsync(descriptor)
     except BaseException:
@@ -116,7 +116,7 @@ _MAX_FOLDERS_SWEPT = 16
 
 
 def make_folder(folder: str) -> bool:
-    """Create ``folder`` and what is missing above it, all names durable; False when it was there already."""
+    """Create ``folder`` and what is missing above it, all names durable; return False when it was there already."""
     try:
         _mkdir(folder)
     except FileExistsError:
@@ -128,7 +128,7 @@ def make_folder(folder: str) -> bool:
 
 
 def _mkdir(folder: str) -> None:
-    """Raises ``FileNotFoundError`` where the folder above is there all the same: procfs says so of any folder."""
+    """Raises ``FileNotFoundError`` where the system says so although the folder above is there, as in procfs."""
     above = os.path.dirname(folder)
     was_there = False
     for _ in range(_MAX_FOLDERS_SWEPT):  # a sweep may remove the folder above once more

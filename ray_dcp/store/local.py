@@ -23,7 +23,7 @@ _TEMPORARY = re.compile(r"\.ray_dcp_[0-9a-f]{32}\.tmp")
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _MAX_RETRIES = 8
 _MAX_BUFFERS = 1024
-"""Linux takes no more in one read."""
+"""Most buffers of one read: Linux takes no more."""
 
 
 class LocalStore:
@@ -128,14 +128,14 @@ class LocalStore:
                 fsync_folder(os.path.dirname(path))
 
     def list_temporaries(self, prefix: str = "") -> Sequence[StoredObject]:
-        """The temporary files directly in a folder: of a ``put`` under way, or of a process that died in one."""
+        """The temporary files directly in a folder: those of a ``put`` under way, or of a process that died in one."""
         prefix = require_prefix(prefix, url=self.url)
         with store_errors("list", url=self.url, key=prefix):
             found = [entry for entry in _scan(self._path(prefix)) if _TEMPORARY.fullmatch(entry.name)]
             return sorted(_stored(found, f"{prefix}/" if prefix else ""), key=_by_key)
 
     def delete_empty_folder(self, prefix: str) -> bool:
-        """Remove a folder if nothing at all is in it; whether it is gone."""
+        """Remove a folder if nothing at all is in it; return whether it is gone."""
         path = self._path(require_prefix(prefix, url=self.url))
         if len(path) > len(self.url):
             self._remove_empty_folders(path)
@@ -166,7 +166,7 @@ class LocalStore:
             self._sync_folder(os.path.dirname(new))
 
     def without_sync(self) -> LocalStore:
-        """The same store, which leaves it to the operating system when files reach the disk."""
+        """A store of the same folder that leaves it to the operating system when files reach the disk."""
         return LocalStore(self.url, sync_files=False)
 
     def _path(self, key: str) -> str:
@@ -191,7 +191,7 @@ class LocalStore:
             raise as_store_error(error, "read", url=self.url, key=key) from error
 
     def _read_into(self, key: str, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers``; raises where the file ends before."""
+        """Fill ``buffers``. Raises ``ObjectTooShortError`` where the file ends before."""
         if len(buffers) == 1 and buffers[0]:
             nbytes = os.preadv(descriptor, buffers, offset)  # one read is all that is needed, nearly always
             advance(nbytes)
@@ -267,7 +267,7 @@ class LocalStore:
 
 
 def without_sync(store: Store) -> Store:
-    """The same store without waiting for disks, where it has such a form; others wait for none anyway."""
+    """``store`` in the form that does not wait for disks, where it has one; other stores wait for no disk anyway."""
     own: Callable[[], Store] | None = getattr(store, "without_sync", None)
     return store if own is None else own()
 
@@ -318,7 +318,7 @@ class _FileWriter:
             self._close(descriptor)
 
     def abandon(self) -> None:
-        """Close without a word; nothing when already closed."""
+        """Close, and raise nothing; does nothing when it is closed already."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with suppress(OSError):
@@ -337,7 +337,7 @@ def _stored(entries: Iterable[os.DirEntry[str]], prefix: str) -> Iterator[Stored
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
-    """The entries of a folder; none when it does not exist."""
+    """The entries of a folder; an empty list when it does not exist."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -346,7 +346,7 @@ def _scan(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _read_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
-    """``nbytes`` from ``offset``, fewer only where the file ends."""
+    """Read ``nbytes`` from ``offset``; fewer only where the file ends."""
     # One read takes at most 2 GiB on Linux, and a signal or a network filesystem may end one early.
     parts = []
     while nbytes > 0 and (part := os.pread(descriptor, nbytes, offset)):
@@ -358,7 +358,7 @@ def _read_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
 
 
 def _read_into(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-    """Fill ``buffers``; the offset behind the last byte read, an earlier one only where the file ends."""
+    """Fill ``buffers``; return the offset behind the last byte read, which is short only where the file ends."""
     buffers = [buffer for buffer in buffers if buffer]
     while buffers and (nbytes := os.preadv(descriptor, buffers[:_MAX_BUFFERS], offset)):
         advance(nbytes)

@@ -1,4 +1,4 @@
-"""From a path or URL to the store it names."""
+"""Opens the store that a path or URL names."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def in_parallel(
 
 
 def _ended(under_way: dict[Future[_R], _T], *, in_order: bool) -> Iterator[tuple[_T, _R]]:
-    """Wait for the first that was taken, or for some; raises what one of them raised."""
+    """Yield the task that was taken first, or those that have ended; waits for one. Raises what one of them raised."""
     awaited = [next(iter(under_way))] if in_order else list(under_way)
     for future in wait(awaited, return_when=FIRST_COMPLETED).done:
         yield under_way.pop(future), future.result()
@@ -108,7 +108,7 @@ class ParallelStore:
 
     @property
     def num_retries(self) -> int:
-        """How many requests were made again, by all threads that use this store; 0 where ``inner`` counts none."""
+        """How many requests were made again, by all threads that use this store; 0 where ``inner`` does not count."""
         return getattr(self._inner, "num_retries", 0)
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -134,7 +134,7 @@ class ParallelStore:
 
         parts = split_range(offset, buffers, self._part_nbytes)
         most = self._max_parallel
-        # None waits for a thread: after a failure none is begun.
+        # No part waits for a thread: after a failure no other is begun.
         deque(in_parallel(get, parts, max_at_once=most, max_ahead=most - 1), maxlen=0)
 
     def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:

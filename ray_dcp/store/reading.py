@@ -17,8 +17,8 @@ class ReadsInto(Protocol):
     def get_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers``, one after the other, with what follows ``offset`` in an object.
 
-        Buffers are flat, writable bytes, as many as one likes, of any length. Raises as ``Store.get`` does; what the
-        buffers hold is then not said.
+        Buffers are flat, writable bytes, as many as one likes, of any length. Raises what ``Store.get`` raises; the
+        buffers may then hold anything.
         """
         ...
 
@@ -31,13 +31,13 @@ class StaysOpen(Protocol):
     """A store that opens an object once for several reads, where opening it takes as long as a small read."""
 
     def opened(self, key: str) -> AbstractContextManager[Fill]:
-        """``get_into`` of one object, within the block."""
+        """Within the block, a function that fills buffers from one object, as ``get_into`` does."""
         ...
 
 
 @contextmanager
 def opened(store: Store, key: str) -> Iterator[Fill]:
-    """``StaysOpen.opened`` of a store that has it; of any other each read opens the object."""
+    """What ``StaysOpen.opened`` gives, from any store; one without that method opens the object for each read."""
     own = getattr(store, "opened", None)
     if own is None:
         yield functools.partial(get_into, store, key)
@@ -47,7 +47,7 @@ def opened(store: Store, key: str) -> Iterator[Fill]:
 
 
 def get_into(store: Store, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-    """``ReadsInto.get_into`` of a store that has it, and the same with one copy of any other."""
+    """Fill ``buffers`` as ``ReadsInto.get_into`` does, from any store; one without that method takes one more copy."""
     own = getattr(store, "get_into", None)  # asking for the whole protocol takes longer than a small read
     if own is not None:
         own(key, offset, buffers)

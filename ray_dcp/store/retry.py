@@ -35,10 +35,10 @@ class RetryStore:
     ``StoreUnavailableError`` names operation, key, attempts and time. Each wait is logged, counted in
     ``num_retries``, and ends early where the save or load of this thread has been interrupted.
 
-    A ``delete`` is given up after some seconds in any case: what stays is no part of a checkpoint, and is swept later.
+    A ``delete`` is given up after some seconds in any case: what stays is not part of a checkpoint, and is swept later.
     A ``put`` asks its ``last_look`` before every attempt. What is written to ``put_new`` is held until it is more than
     ``spool_nbytes``: up to there the whole object is tried again. Beyond, it is streamed, and a stream cannot be begun
-    again in the middle: there the inner store's own attempts for each part are all there is (``S3Store``).
+    again in the middle: there only the inner store's own attempts for each part count (``S3Store``).
     """
 
     def __init__(self, inner: Store, policy: RetryPolicy | None = None, *, spool_nbytes: int = 16 << 20) -> None:
@@ -117,9 +117,10 @@ def try_again(
     max_elapsed_s: float = math.inf,
     on_retry: Callable[[], None] = lambda: None,
 ) -> _Answer:
-    """What ``operation`` returns at last, or ``StoreUnavailableError`` when ``policy`` is used up.
+    """Return what ``operation`` returns at last; raises ``StoreUnavailableError`` when ``policy`` is used up.
 
-    ``what`` finishes the sentence "attempt 1 of 20 to ..." in the log; ``on_retry`` is called before each wait.
+    A failure that does not pass is raised at once. ``what`` finishes the sentence "attempt 1 of 20 to ..." in the log;
+    ``on_retry`` is called before each wait.
     """
     started = time.monotonic()
 
@@ -165,7 +166,7 @@ def _rebuild(inner: Store, policy: RetryPolicy, spool_nbytes: int) -> RetryStore
 
 
 def _wait_counting(seconds: float) -> None:
-    """Wait; whoever looks at this thread's progress sees that it is at work, and may interrupt it."""
+    """Wait such that whoever looks at this thread's progress sees that it is at work, and may interrupt it."""
     end = time.monotonic() + seconds
     while True:
         advance()
@@ -193,7 +194,7 @@ class _SpoolingWriter:
         return bytes(self._held)
 
     def preallocate(self, nbytes: int) -> None:
-        """Hold nothing where it will be too much anyway; see ``Preallocates``."""
+        """Begin the stream at once where ``nbytes`` more are too much to hold; see ``Preallocates``."""
         if self._stream is None and len(self._held) + nbytes > self._spool_nbytes:
             self._stream = self._open_stream()
             if self._held:

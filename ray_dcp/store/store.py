@@ -25,7 +25,7 @@ class StoredObject:
 class StoreTraits:
     """What kind of store a store is: how it is best read, and what it offers beyond ``Store``.
 
-    Wrong ones about reading cost time and never values. A store of your own sets what is true of it.
+    A wrong one about reading costs time, never values. A store of your own sets what is true of it.
     """
 
     page_cache: bool = False
@@ -56,7 +56,7 @@ class Preallocates(Protocol):
     """An ``ObjectWriter`` that can make room before the first byte comes."""
 
     def preallocate(self, nbytes: int) -> None:
-        """Make room for about ``nbytes``. Raises ``StoreError`` where there is none."""
+        """Make room for about ``nbytes``. Raises ``StoreError`` where there is not enough."""
         ...
 
 
@@ -71,7 +71,7 @@ class Store(Protocol):
     """
 
     url: str
-    """Where the root is, as the user would write it; used in messages and to open the same store elsewhere."""
+    """The root's place, as the user would write it; used in messages and to open the same store elsewhere."""
 
     def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:
         """Replace or create an object in one step: readers see all of the old or all of the new.
@@ -99,7 +99,7 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str = "") -> Sequence[StoredObject]:
-        """All objects whose key is in the folder ``prefix`` or below it, sorted by key; none is no error.
+        """All objects whose key is in the folder ``prefix`` or below it, sorted by key. To find none is not an error.
 
         Raises ``StoreError`` where ``prefix`` (or the root) is a file instead of a folder. Some object stores show a
         new object late: what is not listed may still be there, and ``get`` knows.
@@ -107,16 +107,16 @@ class Store(Protocol):
         ...
 
     def list_folders(self, prefix: str = "") -> Sequence[str]:
-        """Names of the folders directly inside ``prefix``, sorted; none is no error."""
+        """Names of the folders directly inside ``prefix``, sorted. To find none is not an error."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object; a missing one is no error. A folder that is empty then may vanish, or stay listed."""
+        """Remove an object; a missing one is not an error. A folder that is empty then may vanish, or stay listed."""
         ...
 
 
 def get_or_none(store: Store, key: str) -> bytes | None:
-    """All of an object, or None where there is none."""
+    """The whole content of an object, or None where there is no such object."""
     try:
         return store.get(key)
     except ObjectNotFoundError:
@@ -139,12 +139,12 @@ class FolderStore(Protocol):
     """
 
     def list_temporaries(self, prefix: str = "") -> Sequence[StoredObject]:
-        """The temporary files directly in the folder ``prefix``, those of a ``put`` under way too. ``delete`` takes
+        """The temporary files directly in the folder ``prefix``, also those of a ``put`` under way. ``delete`` takes
         their keys."""
         ...
 
     def delete_empty_folder(self, prefix: str) -> bool:
-        """Remove the folder ``prefix`` if nothing at all is in it; whether it is gone. Writers make it again."""
+        """Remove the folder ``prefix`` if nothing at all is in it; return whether it is gone. Writers make it again."""
         ...
 
     def is_link(self, prefix: str) -> bool:
@@ -152,7 +152,7 @@ class FolderStore(Protocol):
         ...
 
     def link_target(self, prefix: str) -> str:
-        """Where the symbolic link ``prefix`` leads, as it says itself."""
+        """The place that the symbolic link ``prefix`` leads to, as it says itself."""
         ...
 
     def is_there(self, prefix: str) -> bool:
@@ -160,7 +160,7 @@ class FolderStore(Protocol):
         ...
 
     def real_url(self) -> str:
-        """The root as one name for all that lead to it: links are followed."""
+        """The root's one name, whichever path leads to it: links are followed."""
         ...
 
 
@@ -179,12 +179,12 @@ def traits_of(store: Store) -> StoreTraits:
 
 
 def as_folders(store: Store) -> FolderStore | None:
-    """``store`` where it is a ``FolderStore``, by its traits."""
+    """``store`` where its traits say that it is a ``FolderStore``; None where not."""
     return cast(FolderStore, store) if traits_of(store).folders else None
 
 
 def as_renaming(store: Store) -> RenamingStore | None:
-    """``store`` where it is a ``RenamingStore``, by its traits."""
+    """``store`` where its traits say that it is a ``RenamingStore``; None where not."""
     return cast(RenamingStore, store) if traits_of(store).renames else None
 
 

@@ -1,4 +1,4 @@
-"""From what the operating system and Arrow raise to this package's errors."""
+"""Turns what the operating system and Arrow raise into this package's errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _PASSING = {
 }
 _PASSING_STATUSES = {408, 429, *range(500, 600)} - {501, 505}
 _LASTING_CURL_CODES = {1, 3, 58, 59, 60, 66, 77, 80, 82, 83, 90, 91}
-"""What the URL or the certificates are the reason for."""
+"""Codes of failures that the URL or the certificates cause, and that do not pass by themselves."""
 _PASSING_NUMBERS = {
     errno.ECONNABORTED,
     errno.ECONNREFUSED,
@@ -97,7 +97,7 @@ def as_store_error(error: Exception, doing: str, *, url: str, key: str) -> Store
 
 
 def _in_the_way(error: Exception, url: str, key: str) -> str:
-    """Which file lies where a folder is due."""
+    """Says which file lies where a folder should be."""
     if not isinstance(error, NotADirectoryError) or "://" in url:
         return ""
     path = os.path.join(url, key)
@@ -107,7 +107,7 @@ def _in_the_way(error: Exception, url: str, key: str) -> str:
 
 
 def _room(error: Exception, url: str) -> str:
-    """What a full disk lacks: how much was needed, where whoever raised it has said so, and what there is."""
+    """Says of a full disk how much was needed, where whoever raised the error has said so, and how much is free."""
     if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) or "://" in url:
         return ""
     needed = getattr(error, "needed_nbytes", None)
@@ -128,7 +128,7 @@ def _room(error: Exception, url: str) -> str:
 def is_transient(error: BaseException) -> bool:
     """Whether what ``error`` tells of may pass by itself: a connection, a time-out, a service that has too much to do.
 
-    Looks at what the ``StoreError`` was raised from. Never so for one that was retried already.
+    Looks at what the ``StoreError`` was raised from. False for one that was retried already.
     """
     if not isinstance(error, StoreError) or isinstance(
         error, StoreUnavailableError | ObjectNotFoundError | StorePermissionError

@@ -22,7 +22,7 @@ from ray_dcp.store.translate import is_transient, require_range, store_errors
 
 _OBJECT_STORES = ("s3", "gcs")
 _ONE_REQUEST_NBYTES = 5 << 20
-"""Below this an upload in parts is never begun: no object store takes smaller parts."""
+"""Smaller objects are never uploaded in parts: no object store takes smaller parts."""
 _MAX_OPENED = 256
 _MAX_REPLACED = 8
 _Read = TypeVar("_Read")
@@ -253,7 +253,7 @@ class ArrowStore:
             found: Sequence[Any] = self._files.get_file_info(
                 FileSelector(folder, recursive=recursive, allow_not_found=True)
             )
-            # An object store finds nothing "below" an object, which is no error to it.
+            # An object store finds nothing "below" an object, which is not an error to it.
             if not found and self._files.get_file_info(folder).type == FileType.File:
                 raise NotAFolderError("a file lies where a folder should be", url=self._shown, key=prefix)
         if not found:
@@ -261,7 +261,7 @@ class ArrowStore:
         return found
 
     def _require_bucket(self) -> None:
-        """To Arrow, too, an empty listing is all that a missing bucket is; it must not look like an empty root."""
+        """Raise ``BucketNotFoundError`` for a missing bucket: Arrow lists nothing in it, as in an empty root."""
         bucket = self._base.partition("/")[0]
         try:
             is_there = not self._is_bucket or self._files.get_file_info(bucket).type != FileType.NotFound

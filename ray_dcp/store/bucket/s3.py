@@ -21,10 +21,10 @@ _MAX_CLIENT_WAIT_S = 20
 
 
 class S3Store(ArrowStore):
-    """Objects below an ``s3://`` URL, which says with environment variables how to reach them, see ``S3Options``.
+    """Objects below an ``s3://`` URL. The URL and environment variables say how to reach them, see ``S3Options``.
 
-    Each operation is tried once, as everywhere: trying again is ``RetryStore``'s. The exception are the parts of an
-    upload that is streamed, which only Arrow can send again: ``part_attempts`` of each, as the policy allows.
+    Each operation is tried once, as everywhere: ``RetryStore`` tries again. The exception is a streamed upload, whose
+    parts only Arrow can send again: each ``part_attempts`` times at most, as the policy allows.
     An upload that ends in the middle (a killed process) leaves parts in the bucket that no listing shows and that cost:
     have the bucket abort incomplete uploads after some days.
     """
@@ -72,9 +72,9 @@ def _find_region(bucket: str) -> str:
 
 
 def part_attempts(policy: RetryPolicy) -> int:
-    """How often Arrow may send a part so that its waits, which it draws from up to 2, 4, 8 s ..., fit the policy.
+    """How often Arrow may send a part so that its waits, which it draws from up to 2, 4, 8 s ..., fit the policy twice.
 
-    Twice: while a service is down, parts that wait for a thread begin when others have failed.
+    Twice, since parts that wait for a thread begin when others have failed, while a service is down.
     """
     attempts, waited_s = 1, 0.0
     while attempts < policy.max_attempts:

@@ -38,15 +38,15 @@ class S3Options:
     endpoint: str | None = None
     """``host:port``, or ``http://host:port``, of a server that is not AWS. None: AWS."""
     region: str | None = None
-    """None: that of the bucket, which is looked up; for a server that is not AWS, none."""
+    """The bucket's region. None looks it up on AWS, and names no region to another server."""
     scheme: str = "https"
     """``http`` or ``https``. An endpoint that begins with one of them sets it."""
     access_key: str | None = field(default=None, repr=False)
-    """None: what AWS's own tools would use."""
+    """The access key. None: the keys that AWS's own tools would use."""
     secret_key: str | None = field(default=None, repr=False)
-    """Goes with ``access_key``."""
+    """The secret key that goes with ``access_key``."""
     session_token: str | None = field(default=None, repr=False)
-    """Of temporary keys."""
+    """The token that goes with temporary keys."""
     anonymous: bool = False
     """Use no keys at all, as for public buckets."""
     force_virtual_addressing: bool = False
@@ -56,10 +56,10 @@ class S3Options:
     connect_timeout_s: float = 5.0
     """A connection that does not come about within this is given up, and tried again as ``retry`` says."""
     request_timeout_s: float = field(default=30.0, metadata={"least": 1})
-    """So is a request in which nothing at all moves for this long: whole seconds, at least 1. Behind an upload the
-    client takes some six seconds more to notice."""
+    """A request in which nothing at all moves for this long is given up and tried again, too: whole seconds, at least
+    1. Behind an upload the client takes some six seconds more to notice."""
     part_nbytes: int = field(default=8 << 20, metadata={"least": 1 << 16})
-    """Reads of more are split into ranges of so many bytes. Uploads go in parts of 10 MiB, which Arrow fixes."""
+    """Reads of more are split into ranges of this many bytes. Uploads go in parts of 10 MiB, which Arrow fixes."""
     max_parallel: int = 8
     """Requests in flight at once for one read, and parts for one upload; in a process at most Arrow's
     ``pyarrow.io_thread_count()`` parts, which is raised to this."""

@@ -1,1 +1,1 @@
-"""Where things are, as people write it: paths, URLs, keys. Text alone; nothing is looked up."""
+"""Places as people write them: paths, URLs, keys. Text alone; no store is opened."""

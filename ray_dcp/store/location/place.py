@@ -1,4 +1,4 @@
-"""Where a checkpoint is, as the user says it: one rule for every door through which a place comes in."""
+"""The place of a checkpoint, as the user says it: one rule for every door through which a place comes in."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ray_dcp.errors import ConfigError, StoreError, UnknownSchemeError, without_keys
 
 SCHEMES = ("file", "gs", "memory", "s3")
-"""Those that are built in."""
+"""The schemes that are built in."""
 BUCKETS = ("gs", "s3")
-"""Those whose URLs may have keys in front of the bucket and parameters behind a question mark."""
+"""The schemes whose URLs may have keys in front of the bucket and parameters behind a question mark."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/+)")
 _SCHEME_NAME = re.compile(r"[a-z][a-z0-9+.-]*")
 _WITHOUT_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}):", re.IGNORECASE)
@@ -28,12 +28,15 @@ class BucketUrl:
     """``user:secret``, quoted; mostly empty."""
     bucket: str
     prefix: str
-    """Without slashes at its ends."""
+    """What follows the bucket, without slashes at its ends."""
     query: str
 
     @classmethod
     def parse(cls, url: str) -> BucketUrl:
-        """Raises ``ConfigError`` for a URL that names no bucket, or no place in it that each tool would find."""
+        """The parts of ``url``.
+
+        Raises ``ConfigError`` where it names no bucket, or a place in it that not every tool would find.
+        """
         scheme, _, rest = url.partition("://")
         place, _, query = rest.partition("?")
         authority, _, prefix = place.partition("/")
@@ -82,9 +85,9 @@ def url_scheme(url: str) -> str | None:
 
 
 def add_scheme(scheme: str) -> None:
-    """Know ``scheme`` from now on, in this process. Raises ``ConfigError`` for a built-in one and for what is none."""
+    """Know ``scheme`` from now on, in this process. Raises ``ConfigError`` where it is built in or not a scheme."""
     if scheme in SCHEMES or not _SCHEME_NAME.fullmatch(scheme):
-        raise ConfigError("scheme", f"{scheme!r} is built in, or no scheme: use lower-case letters and digits")
+        raise ConfigError("scheme", f"{scheme!r} is built in, or not a scheme: use lower-case letters and digits")
     _added.add(scheme)
 
 
@@ -96,7 +99,7 @@ def join_url(url: str | os.PathLike[str], *names: str) -> str:
 
 
 def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """What ``join_url`` has joined: where the last folder lies, and its name.
+    """What ``join_url`` has joined: the place of the last folder, and its name.
 
     Above a whole bucket lies ``s3://``, which no store opens.
     """
@@ -112,7 +115,7 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def name_below(url: str, place: str) -> str | None:
-    """What ``join_url`` was given to make ``place`` of ``url``, its names joined by slashes; None where it did not."""
+    """The names, joined by slashes, that lead from ``url`` to ``place`` below it; None where ``place`` is elsewhere."""
     (head, _, query), (place_head, _, place_query) = _before_query(url), _before_query(place)
     above = head if head.endswith("://") else head.rstrip("/") + "/"
     if query != place_query or not place_head.startswith(above):
@@ -131,7 +134,7 @@ def shown_url(url: str) -> str:
 
 
 def _before_query(text: str) -> tuple[str, str, str]:
-    """A path has no query: a question mark in it is part of a name."""
+    """``text`` parted at the ``?`` before its parameters; a path has none: a question mark in it is part of a name."""
     return text.partition("?") if url_scheme(text) in BUCKETS else (text, "", "")
 
 
