@@ -19,7 +19,7 @@ _MAX_SWAPS = 3
 
 
 def readings(store: Store, folder: str = "") -> Iterator[tuple[bytes, bytes | None]]:
-    """Yield ``.metadata`` and the manifest beside it, None where there is none; anew while the caller asks, thrice.
+    """Yield ``.metadata`` and the manifest beside it, None if it is missing; read anew while the caller asks, thrice.
 
     Whoever finds that they do not belong together asks again: a save may have replaced one between the two reads.
     Raises ``ObjectNotFoundError`` where nothing is committed.
@@ -35,7 +35,7 @@ def readings(store: Store, folder: str = "") -> Iterator[tuple[bytes, bytes | No
 
 
 def read_committed(store: Store, folder: str = "") -> tuple[bytes, bytes | None]:
-    """Return ``.metadata`` and its manifest; None for that where there is none, or that of another save only.
+    """Return ``.metadata`` and its manifest, which is None where it is missing or belongs to another save.
 
     Raises ``ObjectNotFoundError`` where nothing is committed, and what decoding a damaged manifest raises.
     """
@@ -65,7 +65,7 @@ def open_manifest(store: Store) -> Manifest | None:
 
 
 def url_of(store: Store, folder: str) -> str:
-    """Where a folder of ``store`` lies; "" is its root."""
+    """The place of a folder of ``store``; "" is its root."""
     return join_url(store.url, folder) if folder else store.url
 
 

@@ -19,22 +19,22 @@ from ray_dcp.store.store import Store, as_folders
 from ray_dcp.wording import counted, joined
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-"""Of files that ``torch.save`` writes."""
+"""How names of files that ``torch.save`` writes end."""
 
 
 def require_checkpoint(store: Store) -> None:
-    """Return when a checkpoint is committed at the root of ``store``.
+    """Raise ``CheckpointNotFoundError`` unless a checkpoint is committed at the root of ``store``.
 
-    Otherwise raises ``CheckpointNotFoundError`` whose reason says what is there instead, and what to pass.
+    Its reason says what is there instead, and what to pass.
     """
     if not is_committed(store):
         raise CheckpointNotFoundError(store.url, what_is_there(store))
 
 
 def require_folder(store: Store) -> None:
-    """Return unless a file lies at the root of ``store``.
+    """Raise ``CheckpointNotFoundError`` where a file lies at the root of ``store``.
 
-    Then raises ``CheckpointNotFoundError``, which says what to do with it.
+    It says what to do with the file.
     """
     try:
         store.list_folders()
@@ -43,7 +43,7 @@ def require_folder(store: Store) -> None:
 
 
 def what_is_there(store: Store) -> str:
-    """Why the root of ``store`` is no checkpoint, for somebody who thought it was."""
+    """Why the root of ``store`` is not a checkpoint, for somebody who thought it was."""
     try:
         folders = store.list_folders()
     except NotAFolderError:
@@ -112,14 +112,14 @@ def way_to_convert(url: str) -> str:
 
 
 def nothing_there(url: str) -> str:
-    """Why nothing may be where nothing is."""
+    """Says that nothing is there, and why that may be."""
     if url_scheme(url) != "memory":
         return "nothing is there"
     return "nothing is there; memory:// is of one process: what another one (a rank, an actor) saved is not seen here"
 
 
 def _looks_like_torch(folder: str, name: str) -> bool:
-    """A zip archive, or a pickle: what ``torch.save`` has written ever since."""
+    """Whether a file begins as a zip archive or a pickle does: what ``torch.save`` has written ever since."""
     try:
         return open_store(folder).get(name, 0, 2) in (b"PK", b"\x80\x02")
     except (ConfigError, StoreError):

@@ -32,14 +32,14 @@ class CheckpointInfo:
     """One committed checkpoint."""
 
     step: int | None
-    """What its folder's name says, ``step-00000100``. None for every other: a link or a copy of a step is no step."""
+    """The step in its folder's name, ``step-00000100``; else None: a link to a step or a copy of one is not a step."""
     checkpoint_id: str
     nbytes: int
-    """Of all records; of all files where there is no manifest."""
+    """Bytes of all records; of all files where there is no manifest."""
     world_size: int | None
     """Ranks that saved it; None where torch wrote it."""
     created: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch. Where there is no manifest, what the store says of its files."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,7 +82,7 @@ def info_of(store: Store, folder: str) -> CheckpointInfo | None:
 
 
 def info_or_sizes(store: Store, folder: str) -> CheckpointInfo | None:
-    """As ``info_of``; where the manifest cannot be read, what the files say, and a warning in the log."""
+    """The facts as ``info_of`` has them; from the files, with a warning in the log, if the manifest cannot be read."""
     try:
         return info_of(store, folder)
     except (CorruptCheckpointError, FormatVersionError) as error:
@@ -91,7 +91,7 @@ def info_or_sizes(store: Store, folder: str) -> CheckpointInfo | None:
 
 
 def safetensors_info(store: Store, folder: str) -> CheckpointInfo | None:
-    """What is told of a model in safetensors files; None where there are none, or a checkpoint beside them."""
+    """The facts of a model in safetensors files; None where no such file is there, or a checkpoint beside them."""
     if is_committed(store, folder):
         return None
     prefix = f"{folder}/" if folder else ""

@@ -31,8 +31,8 @@ class UncommittedFolder:
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """All committed checkpoints directly under ``root``: steps in ascending order, then other folders by name.
 
-    No step is there twice: of two folders that spell one number the one that ray_dcp writes is the step. One whose
-    manifest cannot be read is there too, with what its files say; the log has a warning.
+    No step is listed twice: of two folders that spell one number, the one that ray_dcp writes is the step. A checkpoint
+    whose manifest cannot be read is listed too, with what its files say, and the log has a warning.
     """
     store = open_store(root)
     folders = sorted(store.list_folders(), key=by_spelling)
@@ -43,7 +43,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 
 def find_step(root: str | os.PathLike[str], step: int) -> str | None:
-    """Where the committed checkpoint of ``step`` lies under ``root``, as ``list_checkpoints`` says; None for none."""
+    """The place of the committed checkpoint of ``step`` under ``root``, as ``list_checkpoints`` has it, or None."""
     store = open_store(root)
     number = require_step(step)
     written = step_folder(number)
@@ -86,7 +86,7 @@ def _if_uncommitted(store: Store, folder: str) -> UncommittedFolder | None:
 
 
 def by_spelling(folder: str) -> tuple[int, bool, str]:
-    """Sorts by step, and of folders that spell the same one that of ray_dcp last."""
+    """Sorts folders by step; of those that spell the same one, ray_dcp's own comes last."""
     step = parse_step_folder(folder)
     return (-1, False, folder) if step is None else (step, folder == step_folder(step), folder)
 

@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 def latest_checkpoint(root: str | os.PathLike[str], *, before: int | None = None) -> CheckpointInfo | None:
     """The newest step under ``root`` (older than ``before``) that is committed and whole; None when there is none.
 
-    A newer step that is damaged is passed over with a warning in the log. Whole means that every file the
-    manifest names is there and long enough, or, where there is no manifest, that the files are there which
-    ``.metadata`` names; no payload is read.
+    A newer step that is damaged is passed over with a warning in the log. Whole means that every file that the
+    manifest names is there and long enough, or, where there is no manifest, that every file that ``.metadata``
+    names is there; no payload is read.
     """
     store = open_store(root)
     found = {folder: step for folder in store.list_folders() if (step := parse_step_folder(folder)) is not None}
@@ -48,9 +48,9 @@ def latest_checkpoint(root: str | os.PathLike[str], *, before: int | None = None
 
 
 def newest_step(root: str | os.PathLike[str], *, before: int | None = None) -> CheckpointInfo | None:
-    """The newest step under ``root``, as ``latest_checkpoint`` says, which is None at the start of a run.
+    """The newest step under ``root``, as ``latest_checkpoint`` finds it; None at the start of a run.
 
-    Raises ``ConfigError`` as ``require_root`` where nothing is found since ``root`` is none.
+    Raises ``ConfigError`` as ``require_root`` does where nothing is found because ``root`` is not a root.
     """
     found = latest_checkpoint(root, before=before)
     if found is None and before is None:
@@ -75,7 +75,7 @@ def _missing_files(store: Store, folder: str) -> list[str]:
 
 
 def _needed_files(store: Store, folder: str, metadata: bytes, content: bytes | None) -> Mapping[str, int]:
-    """How long each file must be; at least 0 where no manifest says."""
+    """How many bytes each file must have at least; 0 where no manifest says."""
     if content is None:
         return {posixpath.normpath(key_of(folder, name)): 0 for name in shard_files_named_in(metadata)}
     needed: dict[str, int] = defaultdict(int)
@@ -86,7 +86,7 @@ def _needed_files(store: Store, folder: str, metadata: bytes, content: bytes | N
 
 
 def _why_missing(store: Store, key: str, nbytes: int) -> str:
-    """What is wrong with a file that no listing shows; nothing where the listing is only late."""
+    """What is wrong with a file that no listing shows; "" where the listing is only late."""
     try:
         store.get(key, nbytes, 0)
     except ObjectNotFoundError:

@@ -11,13 +11,13 @@ from ray_dcp.store.location.urls import join_url, shown_url
 from ray_dcp.store.open import open_store
 
 _MAX_POINTERS = 8
-"""One that leads to itself, or in a circle, is told of after this many."""
+"""Most pointers that are followed: one that leads to itself, or in a circle, is an error after this many."""
 
 
 def resolve_checkpoint_id(checkpoint_id: str | os.PathLike[str]) -> str:
-    """Where the checkpoint really lies: follows the pointer that is left in a folder handed to Ray Train.
+    """The place where the checkpoint really lies: follows the pointer that is left in a folder handed to Ray Train.
 
-    Whether a checkpoint is there is not looked at. Raises ``CheckpointNotFoundError`` where the pointers lead in a
+    Does not look whether a checkpoint is there. Raises ``CheckpointNotFoundError`` where the pointers lead in a
     circle, and ``CorruptCheckpointError`` where one cannot be read.
     """
     resolved = absolute(checkpoint_id)

@@ -15,13 +15,13 @@ from ray_dcp.store.open import open_store
 from ray_dcp.store.store import Store, exists, traits_of
 
 _OF_A_MODEL = ("model.safetensors.index.json", "model.safetensors")
-"""Asked for by name in a bucket, where a listing is of all that lies below."""
+"""Files of a model, asked for by name in a bucket: a listing there is of all that lies below."""
 
 
 def require_root(root: str | os.PathLike[str]) -> None:
-    """Return unless ``root`` is itself a checkpoint, or a folder of safetensors files, without steps below it.
+    """Raise ``ConfigError`` where ``root``, without steps below it, is itself a checkpoint or holds safetensors files.
 
-    Then raises ``ConfigError``, which says what to pass.
+    It says what to pass.
     """
     store = open_store(root)
     if any(parse_step_folder(folder) is not None for folder in store.list_folders()):
@@ -32,7 +32,7 @@ def require_root(root: str | os.PathLike[str]) -> None:
         way = "pass another folder, of the run's own"
         if parse_step_folder(folder_name(store.url)) is not None:
             way = f"pass the folder above, {shown_url(split_url(store.url)[0])}"
-        raise ConfigError("root", f"{shown} is itself a checkpoint, and no folder of steps: {way}. {load_it}")
+        raise ConfigError("root", f"{shown} is itself a checkpoint, and not a folder of steps: {way}. {load_it}")
     if _holds_a_model(store):
         raise ConfigError(
             "root",

@@ -45,14 +45,14 @@ class CopyPlan:
     source: VerifyPlan
     destination: str
     replaced_metadata: bytes | None = None
-    """Of the checkpoint that is committed there; None where none is."""
+    """The ``.metadata`` of the checkpoint that is committed there; None where no checkpoint is."""
     replaced_files: Sequence[str] = ()
-    """Files there that have the names of files to be copied."""
+    """Keys of files there that have the names of files to be copied."""
     is_new_folder: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Of all files that are copied."""
+        """Bytes of all files that are copied, ``.metadata`` and the manifest too."""
         small = len(self.source.metadata) + len(self.source.manifest or b"")
         return self.source.nbytes + small
 
@@ -62,13 +62,13 @@ class CopyReport:
     """What was copied."""
 
     source: str
-    """With pointers followed."""
+    """Place of the checkpoint that was copied, with pointers followed."""
     destination: str
     num_files: int
-    """``.metadata`` and the manifest too."""
+    """Number of files, ``.metadata`` and the manifest too."""
     nbytes: int
     num_blocks_checked: int
-    """Runs of bytes under one checksum; each was right."""
+    """Number of runs of bytes under one checksum; each was right."""
     replaced: bool
     """Whether another checkpoint was committed there."""
     seconds: float
@@ -81,8 +81,8 @@ def plan_copy(
 ) -> CopyPlan:
     """Decide what to copy of a committed checkpoint, a pointer followed.
 
-    Raises ``CheckpointNotFoundError`` where there is none, ``CorruptCheckpointError`` where it is damaged already by
-    what lists its files, and ``ConfigError`` where it needs files of another checkpoint, or where something is in the
+    Raises ``CheckpointNotFoundError`` where there is none, ``CorruptCheckpointError`` where what lists its files
+    shows damage already, and ``ConfigError`` where it needs files of another checkpoint, or where something is in the
     way at ``destination`` and ``overwrite`` does not say to replace it.
     """
     plan = plan_verify(source)
@@ -178,12 +178,12 @@ def _copy_file(plan: CopyPlan, file: FilePlan, store: Store, tally: Tally, writt
 
 @contextmanager
 def _cleaned_up(plan: CopyPlan, store: Store, written: Sequence[str]) -> Iterator[None]:
-    """Where the block fails before its commit, have the place as it was."""
+    """Put the place back as it was, where the block fails before its commit."""
     manifest = get_or_none(store, MANIFEST)
     try:
         yield
     except BaseException:
-        # A put that raised may have got through; then all it needs must stay. Nor is it known where the store is away.
+        # A put that raised may have got through; then all it needs must stay. Nor is it known if the store is away.
         with suppress(StoreError):
             if get_or_none(store, METADATA) != plan.source.metadata:
                 _remove(plan, store, written, manifest)

@@ -327,7 +327,7 @@ def test_records_that_are_no_zip_files_are_not_checkable_and_no_fault(tmp_path, 
     store = save_torchs(tmp_path)
     report = verified(store)
     assert report.faults == []
-    assert {one.reason for one in report.unchecked} == {"it is no zip file, so it has no checksums"}
+    assert {one.reason for one in report.unchecked} == {"it is not a zip file, so it has no checksums"}
     # Zeros where a record was are neither.
     with changed(store, shard_of(store), bytes(len(store.get(shard_of(store))))):
         assert len(verified(store).faults) == 7

@@ -1,4 +1,4 @@
-"""``SweepAfterSave``: what failed and replaced saves have left goes when the next one has committed."""
+"""``SweepAfterSave``: removes what failed and replaced saves have left when the next one has committed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SweepAfterSave:
 
     ``attempts`` returns those that are under way and those that have failed for good, as far as they are known here:
     the latter need no grace. Only roots whose folders are steps are swept: anything may lie beside other checkpoints.
-    Of every checkpoint, step or not, go the files of saves that newer ones of the same id have replaced: ``replaced``.
+    From every checkpoint, step or not, the files of saves go that newer ones of the same id replaced: see ``replaced``.
     """
 
     def __init__(self, attempts: Callable[[], tuple[AbstractSet[str], AbstractSet[str]]]) -> None:
@@ -37,7 +37,7 @@ class SweepAfterSave:
         self._sweepers: dict[str, Sweeper] = {}
         self._touched: dict[str, set[str]] = {}
         self._due: dict[str, set[str]] = {}
-        """By root, the folders of checkpoints that were committed since they were last looked at."""
+        """Folders of checkpoints that were committed since they were last looked at, by root."""
         self._sweeping: threading.Thread | None = None
         self._pid = os.getpid()
         self._is_waited_for = False
@@ -67,7 +67,7 @@ class SweepAfterSave:
             sweeping.join(timeout_s)
 
     def _sweep_due(self) -> None:
-        """Until no committed save is left that nobody has looked behind."""
+        """Sweep until no committed save is left that nobody has looked behind."""
         while True:
             with self._lock:
                 if not self._due:

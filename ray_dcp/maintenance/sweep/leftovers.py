@@ -37,7 +37,7 @@ class FoundFolder:
     temporaries: Sequence[StoredObject]
     metadata: bytes | None = None
     manifest_attempt: str = _NO_ATTEMPT
-    """Of the manifest in a folder without commit; empty where there is none that ray_dcp wrote."""
+    """The attempt that the manifest names in a folder without commit; empty where no manifest can be read."""
     references: frozenset[Reference] = frozenset()
     unreadable: str = ""
 
@@ -54,7 +54,7 @@ class UnneededFiles:
     files: Sequence[StoredObject]
     reason: str
     replaced_at: float = 0.0
-    """When a load may last have begun to read them."""
+    """The last time when a load may have begun to read them, in seconds since the epoch; 0 where no load can have."""
 
 
 def list_own_folders(store: Store) -> list[str]:
@@ -121,13 +121,13 @@ def _require_whole_pickle(metadata: bytes, file: str) -> None:
             is_metadata |= isinstance(argument, str) and argument.rpartition(" ")[2] == "Metadata"
             end = (position or 0) + 1 if opcode.name == "STOP" else 0
     except Exception as error:
-        raise CorruptCheckpointError(f"is no readable metadata: {type(error).__name__} {error}", file=file) from error
+        raise CorruptCheckpointError(f"is not readable metadata: {type(error).__name__} {error}", file=file) from error
     if not is_metadata or end != len(metadata):
-        raise CorruptCheckpointError("is no readable metadata", file=file)
+        raise CorruptCheckpointError("is not readable metadata", file=file)
 
 
 def _references(folder: str, metadata: bytes, named: AbstractSet[str]) -> frozenset[Reference]:
-    """By attempt and not by file: a name that is damaged in one place is then still found in others."""
+    """What a checkpoint needs, by attempt and not by file: a name damaged in one place is still found in others."""
     found = {(folder, attempt.decode()) for attempt in _ATTEMPT_IN_METADATA.findall(metadata)}
     for key in named:
         where, _, name = key.removeprefix("../").rpartition("/")
@@ -161,5 +161,5 @@ def find_unneeded(folder: FoundFolder, references: AbstractSet[Reference]) -> It
 
 
 def is_left_empty(folder: FoundFolder) -> bool:
-    """Whether it is a step's folder without anything in it: a save failed before its first file."""
+    """Whether ``folder`` is a step's folder without anything in it: a save failed before its first file."""
     return bool(parse_step_folder(folder.name) is not None and not folder.stored and not folder.temporaries)

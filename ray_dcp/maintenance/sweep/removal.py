@@ -52,7 +52,7 @@ class Waiting:
     nbytes: int
     reason: str
     eligible: float | None
-    """Seconds since the epoch; None while their save is known to be under way."""
+    """When they become leftovers, in seconds since the epoch; None while their save is known to be under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class FolderLeftovers:
     commit: str | None
     """Digest of the folder's ``.metadata``; None where nothing is committed."""
     leftovers: Sequence[Leftover]
-    """No file where the folder itself, which is empty, is the leftover."""
+    """The files to delete; none where the folder itself, which is empty, is the leftover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class SweepPlan:
     folders: Sequence[FolderLeftovers]
     waiting: Sequence[Waiting]
     unreadable: Sequence[str]
-    """Why checkpoints that are committed could not be read, a line each; then there is nothing to delete."""
+    """Why committed checkpoints could not be read, a line each; where there are such, nothing is deleted."""
 
     @property
     def leftovers(self) -> list[Leftover]:
@@ -102,7 +102,7 @@ class SweepReport:
     deleted: Sequence[str] = ()
     nbytes: int = 0
     changed: Sequence[str] = ()
-    """Kept, or gone already: a save has come to their folder since the plan was made."""
+    """Keys kept, or gone already: they or their folder's ``.metadata`` have changed since the plan was made."""
     failed: Sequence[FailedDelete] = ()
 
 
@@ -149,7 +149,7 @@ class Sweeper:
         live_attempts: AbstractSet[str] = frozenset(),
         now: float | None = None,
     ) -> SweepPlan:
-        """As ``plan_sweep``."""
+        """Plan a sweep as ``plan_sweep`` does."""
         store = open_store(self._root)
         names = list_own_folders(store)
         self._clean = {name: references for name, references in self._clean.items() if name in names}

@@ -83,7 +83,7 @@ def _without_references(store: Store, folder: str, attempts: AbstractSet[str]) -
 
 
 def _named_in(store: Store, name: str, attempts: Iterable[str]) -> Sequence[str]:
-    """Found without unpickling: a pickle holds each name as it is, in one piece."""
+    """Those of ``attempts`` that a checkpoint names: a pickle holds each name as it is, in one piece."""
     try:
         metadata = get_or_none(store, f"{name}/{METADATA}") or b""
     except StoreError:

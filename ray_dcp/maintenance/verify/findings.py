@@ -16,13 +16,14 @@ class Fault:
     file: str
     """Key relative to the checkpoint's folder."""
     start: int
-    """Of the byte range of the file that is concerned; ``end`` is not part of it."""
+    """Offset of the first byte of the file that is concerned."""
     end: int
+    """Offset behind the last byte that is concerned."""
     problem: str
     fqn: str = ""
-    """Of the item that lies there; empty where it is no item's."""
+    """Name of the item that lies there; empty where no item does."""
     offsets: tuple[int, ...] | None = None
-    """Of the item's chunk in the whole tensor; None for a Python object."""
+    """Offsets of the item's chunk in the whole tensor; None for a Python object."""
     rank: int | None = None
     """The rank that wrote it; None where that is not known."""
 
@@ -52,15 +53,15 @@ class Item:
     not_checkable: str = ""
     """Why its bytes mean nothing to us; empty where they do."""
     padding: int = 0
-    """Bytes in front of it that must be zero."""
+    """Number of bytes in front of it that must be zero."""
     num_sharing: int = 0
-    """Other items whose record it is too."""
+    """Number of other items that have the same record."""
     shared_nbytes: int = 0
-    """Bytes at its beginning that belong to records before it in its row, the head among them."""
+    """Number of bytes at its beginning that belong to records before it in its row, the head among them."""
     first_nbytes: int = 0
-    """Where there are some, of the first record in the row."""
+    """Length of the first record in its row, in bytes, where ``shared_nbytes`` is not 0."""
     num_following: int = 0
-    """Records behind it in a row whose first it is: they begin with its head."""
+    """Number of records behind it in a row that it is the first of: they begin with its head."""
 
     @property
     def end(self) -> int:
@@ -68,7 +69,7 @@ class Item:
 
     @property
     def begin(self) -> int:
-        """Where the bytes begin that belong to no item before it."""
+        """Offset in the file of the first byte that belongs to no item before it: its padding counts as its own."""
         return self.start + self.shared_nbytes - self.padding
 
     def fault(self, problem: str, start: int | None = None, end: int | None = None) -> Fault:
@@ -79,7 +80,7 @@ class Item:
         return Fault(self.file, start, self.end if end is None else end, problem, self.fqn, self.offsets, self.rank)
 
     def content_fault(self, problem: str, start: int, end: int) -> Fault:
-        """The same of what was read, saying so where the bytes may be those of other records too."""
+        """A fault in bytes of this item that were read; it says so where they may be those of other records too."""
         front = self.entry.payload_offset if self.entry is not None else self.end
         if self.num_following and start < front:
             problem += f"; it shares its head with {counted(self.num_following, 'other record')} behind it"
@@ -95,7 +96,7 @@ class FilePlan:
 
     key: str
     nbytes: int
-    """What there is of it; up to the last item's end where no listing shows the file."""
+    """Length of the file, in bytes; up to the last item's end where no listing shows the file."""
     items: Sequence[Item]
 
 
@@ -112,15 +113,15 @@ class VerifyReport:
     """Runs of bytes under one checksum: blocks of payloads, or entries of zip files where there is no manifest."""
     num_blocks_checked: int
     nbytes: int
-    """Of all shard files."""
+    """Bytes of all shard files."""
     nbytes_checked: int
-    """Of the blocks that were checked."""
+    """Bytes of the blocks that were checked."""
     sample: float | None
     """The share of blocks that was asked for; None for all."""
     seed: int | None
-    """Chose the sample: the same one again with it."""
+    """What chose the sample, and chooses the same one again; None where all was checked."""
     seconds: float
     faults: Sequence[Fault] = ()
     unchecked: Sequence[Unchecked] = ()
     notes: Sequence[str] = ()
-    """What is odd and no fault."""
+    """What is odd but not a fault."""

@@ -1,4 +1,4 @@
-"""What to verify of a checkpoint: its files, what lies where in them, and what is wrong already by what lists them.
+"""What to verify of a checkpoint: its files, what lies where in them, and the damage that their lists show already.
 
 Only small files and listings are read here. Torch is needed only where no manifest says what there is.
 """
@@ -51,24 +51,24 @@ class VerifyPlan:
     """What to verify, decided before anything large is read."""
 
     checkpoint_id: str
-    """With pointers followed."""
+    """Place of the checkpoint, with pointers followed."""
     store: Store
     metadata: bytes
     manifest: bytes | None
-    """The file's content; None where there is none that belongs to ``metadata``."""
+    """The manifest file's content; None where no manifest belongs to ``metadata``."""
     files: Sequence[FilePlan]
     num_items: int
-    """Those too that cannot be looked at."""
+    """Number of items, those that cannot be looked at among them."""
     faults: Sequence[Fault] = ()
     notes: Sequence[str] = ()
-    """What is odd and no fault."""
+    """What is odd but not a fault."""
     sample: float | None = None
     """The share of blocks to check; None for all."""
     seed: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Of all files; how much of it is read depends on the sample."""
+        """Bytes of all files; how many of them are read depends on the sample."""
         return sum(file.nbytes for file in self.files)
 
 
@@ -93,7 +93,7 @@ def plan_verify(
     saying what is there instead, ``FormatVersionError`` for a newer format; damage is among the plan's faults.
     """
     if sample is not None and not 0 < sample < 1:
-        raise ConfigError("sample", f"{sample} is no share of the blocks: give one above 0 and below 1")
+        raise ConfigError("sample", f"{sample} is not a share of the blocks: give one above 0 and below 1")
     location = resolve_checkpoint_id(checkpoint_id)
     store = open_store(location)
     try:
@@ -129,7 +129,7 @@ def plan_verify(
 
 
 def _plan_safetensors(location: str) -> VerifyPlan:
-    """Of a folder of safetensors files, or one file. Their headers are all that can be wrong: that is a fault."""
+    """The plan for a folder of safetensors files, or one file. Only their headers can be wrong: that is a fault."""
     # Torch is needed to say what is in them, as below.
     from ray_dcp.reads.checkpoint import open_checkpoint
 
@@ -182,13 +182,15 @@ def _read_small_files(store: Store) -> _Found:
 
 
 def _refused(metadata: bytes) -> list[Fault]:
-    """Whole is not all: a load reads ``.metadata`` too, and refuses what names anything but metadata."""
+    """Why a load would refuse ``.metadata`` although it is whole: for naming anything but metadata."""
     try:
         metadata_rules.require_allowed(metadata)
     except metadata_rules.NotAllowedError as error:
-        return [Fault(METADATA, 0, len(metadata), f"asks to load {error}, which is no part of a checkpoint's metadata")]
+        return [
+            Fault(METADATA, 0, len(metadata), f"asks to load {error}, which is not part of a checkpoint's metadata")
+        ]
     except Exception as error:  # noqa: BLE001 - a pickle that makes no sense raises anything
-        return [Fault(METADATA, 0, len(metadata), f"is no readable metadata: {type(error).__name__} {error}")]
+        return [Fault(METADATA, 0, len(metadata), f"is not readable metadata: {type(error).__name__} {error}")]
     return []
 
 
@@ -262,7 +264,7 @@ def _metadata_item(fqn: str, offsets: tuple[int, ...] | None, info: Any) -> Item
     if not isinstance(file, str) or not isinstance(start, int) or not isinstance(nbytes, int):
         return Fault(METADATA, 0, 0, "no place is given for it", fqn, offsets)
     if not _is_key(file) or start < 0 or nbytes < 1:
-        return Fault(METADATA, 0, 0, f"the place given for it is none: {nbytes} bytes at {start} of {file!r}",
+        return Fault(METADATA, 0, 0, f"the place given for it is invalid: {nbytes} bytes at {start} of {file!r}",
                      fqn, offsets)  # fmt: skip
     matched = _RANK_OF_FILE.search(file)
     reason = ""
@@ -309,9 +311,9 @@ def _plan_file(store: Store, key: str, items: list[Item], held: Mapping[str, int
 
 
 def _apart(items: Iterable[Item], found: _Found) -> list[Item]:
-    """``items`` without those whose record is another one's too, and without those that lie across one.
+    """``items`` without those that have the same record as another one, and without those that lie across one.
 
-    Records in a row begin at one place; what they share, and how, only their bytes say.
+    Records in a row begin at one place; only their bytes say what they share, and how.
     """
     kept: list[Item] = []
     first = 0
@@ -331,7 +333,7 @@ def _apart(items: Iterable[Item], found: _Found) -> list[Item]:
 
 
 def _with_padding(items: Iterable[Item], found: _Found) -> Iterator[Item]:
-    """Items with what lies between them: zeros, and few, where ray_dcp wrote the file."""
+    """Items with the padding between them, which is few zeros where ray_dcp wrote the file."""
     end = 0
     for item in items:
         gap = item.begin - end

@@ -1,7 +1,7 @@
 """Reading files in large pieces, several at a time, and checking each piece in memory.
 
 What a record's structure says is needed before its contents can be checked. A record that fits into a piece is
-inspected there, together with its neighbours; of a larger one the structure is read first and by itself.
+inspected there, together with its neighbours; the structure of a larger one is read first, by itself.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from ray_dcp.store.store import Store
 
 READ_NBYTES = 16 << 20
 NUM_READERS = 4
-"""Threads: checksums are computed beside each other, and a bucket answers one while another one is checked."""
+"""Number of threads: they compute checksums side by side, and a bucket answers one while another one checks."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfSpan:
-    """What lies of a span in one piece."""
+    """The part of a span that lies in one piece."""
 
     span: Span
     start: int
+    """Offset in the file, in bytes."""
     nbytes: int
 
     @property
@@ -71,11 +72,11 @@ class CheckedPiece:
     checked: Sequence[PartOfSpan] = ()
     """Whole spans that were checked, right or wrong."""
     crcs: Sequence[tuple[PartOfSpan, int]] = ()
-    """Of spans that reach beyond the piece."""
+    """Parts of spans that reach beyond the piece, each with its CRC-32."""
 
 
 def is_large(item: Item, small_nbytes: int) -> bool:
-    """Whether a record's structure is read by itself."""
+    """Whether a record's structure is read by itself, before its content."""
     return item.padding + item.nbytes > small_nbytes
 
 
@@ -88,7 +89,7 @@ def inspect_large(store: Store, item: Item) -> InspectedRecord:
 
 
 def small_pieces(file: FilePlan, small_nbytes: int) -> Iterator[FilePiece]:
-    """The records that are small, as few pieces as they fit in. Neighbours are read together, others never are."""
+    """The small records, in as few pieces as they fit in. Only neighbours are read together."""
     small = [item for item in file.items if not is_large(item, small_nbytes)]
     for start, end, rows in joined(_rows(small), lambda row: (row[0].begin, row[-1].end), max_length=READ_NBYTES):
         yield FilePiece(file.key, start, end - start, tuple(item for row in rows for item in row))
@@ -216,7 +217,7 @@ def _unlisted_lost(piece: FilePiece, error: Exception) -> Fault:
 def read_ahead(
     work: Callable[[_T], _R], tasks: Iterable[_T], *, max_ahead: int = 2 * NUM_READERS
 ) -> Generator[_R, None, None]:
-    """What ``work`` makes of each task, in their order; see ``in_parallel``."""
+    """Yield what ``work`` makes of each task, in the order of the tasks; see ``in_parallel``."""
     for _, made in in_parallel(work, tasks, max_at_once=NUM_READERS, in_order=True, max_ahead=max_ahead):
         yield made
 

@@ -14,9 +14,9 @@ from ray_dcp.maintenance.verify.zip_check import find_zip_problems
 
 _END_NBYTES = 4096
 _MAX_ENTRY_NBYTES = 64 << 20
-"""Far more than an entry has that is no payload: a damaged number must not lead to a read of all there is."""
+"""Far more than any entry has but the payload: a damaged number must not lead to a read of all there is."""
 _OLD_FORMATS = b"\x80"
-"""What a pickle begins with, which torch wrote before it wrote zip files."""
+"""What a pickle begins with; torch wrote pickles before it wrote zip files."""
 Read = Callable[[int, int], bytes]
 """(offset in the file, nbytes) -> as many bytes"""
 
@@ -27,7 +27,7 @@ class Span:
 
     item: Item
     start: int
-    """In the file."""
+    """Offset in the file, in bytes."""
     nbytes: int
     crc: int
     name: str
@@ -49,7 +49,7 @@ class InspectedRecord:
     faults: Sequence[Fault] = ()
     unchecked: Sequence[Unchecked] = ()
     entries: Sequence[RecordEntry] = ()
-    """Those whose checksums count: of a record that no manifest describes."""
+    """The entries whose checksums count: those of a record that no manifest describes."""
     seen: Sequence[tuple[int, bytes]] = ()
     """All bytes outside of ``spans``, with their offsets in the file."""
 
@@ -70,9 +70,9 @@ class InspectedRecord:
 
 
 def inspect_record(item: Item, read: Read) -> InspectedRecord:
-    """Check all of a record, and the padding in front of it, but for what ``spans`` of the result has.
+    """Check all of a record and the padding in front of it, except what ``spans`` of the result has.
 
-    ``read`` is asked for little: a record's ends, and what stands between its entries. What it raises passes.
+    Little is asked of ``read``: a record's ends, and what stands between its entries. What it raises passes.
     """
     remembered = _Remembered(read)
     if item.shared_nbytes:
@@ -148,7 +148,7 @@ def _payload_faults(item: Item, entry: Entry, payload: RecordEntry | None) -> li
 
 
 def _inspect_following(item: Item, read: _Remembered) -> InspectedRecord:
-    """A record that shares the head of those before it: what is its own."""
+    """Inspect what is its own of a record that shares the head of those before it."""
     faults, payload = inspect_following(item, read)
     if item.entry is not None:
         # Where its record tells nothing of its payload, that is a fault already.
@@ -163,14 +163,14 @@ def _structure_faults(item: Item, read: Read) -> list[Fault]:
 
 
 def _inspect_unlisted(item: Item, read: Read, faults: list[Fault]) -> InspectedRecord:
-    """A record that no manifest describes: by its own checksums, where it has any."""
+    """Inspect a record that no manifest describes, by its own checksums where it has any."""
     if item.not_checkable:
         return InspectedRecord(item, faults, [item.unchecked(item.not_checkable)])
     try:
         entries = read_entries(lambda offset, nbytes: read(item.start + offset, nbytes), item.nbytes)
     except NotARecordError as error:
         if _is_no_zip_file(item, read):
-            return InspectedRecord(item, faults, [item.unchecked("it is no zip file, so it has no checksums")])
+            return InspectedRecord(item, faults, [item.unchecked("it is not a zip file, so it has no checksums")])
         return InspectedRecord(
             item, [*faults, item.content_fault(f"its record is damaged: {error}", item.start, item.end)]
         )

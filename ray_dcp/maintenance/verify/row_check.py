@@ -25,7 +25,7 @@ from ray_dcp.maintenance.verify.zip_check import find_differing, find_zip_proble
 
 
 def inspect_following(item: Item, read: Callable[[int, int], bytes]) -> tuple[list[Fault], RecordEntry | None]:
-    """What is wrong with it but for its payload's content, and where that lies if it can be told.
+    """What is wrong with a record except in its payload's content, and where that lies if it can be told.
 
     ``read`` takes offsets in the file.
     """

@@ -32,7 +32,7 @@ from ray_dcp.maintenance.verify.record_check import InspectedRecord, Span
 __all__ = ["Fault", "Unchecked", "VerifyPlan", "VerifyReport", "plan_verify", "verify_checkpoint"]
 
 SMALL_SAMPLED_NBYTES = 256 << 10
-"""Of a sample, too, a record up to this size is read as a whole: about what a look at its structure costs."""
+"""A record up to this size is read whole even for a sample: that costs about what a look at its structure does."""
 
 
 def verify_checkpoint(plan: VerifyPlan, *, on_bytes: Callable[[int], None] = lambda nbytes: None) -> VerifyReport:

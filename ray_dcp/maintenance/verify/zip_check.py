@@ -1,4 +1,4 @@
-"""Whether every byte of a record outside of its contents is as its writer left it.
+"""Checks that every byte of a record outside of its contents is as its writer left it.
 
 A zip file says most things twice, and what it says once is fixed by how records are written: so each of these bytes
 can be told from what the others say.
@@ -35,10 +35,10 @@ from ray_dcp.format.zip_record import (
 )
 
 _MADE_BY_64 = (0, 0x31E)
-"""In a zip64 end: ray_dcp's records and torch's."""
+"""What a zip64 end says that made it: in ray_dcp's records and in torch's."""
 _VERSION_64 = 45
 _TORCHS_VERSION = 0
-"""Of the zip format, as torch gives it for every entry."""
+"""The version of the zip format that torch gives for every entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,9 @@ class ZipProblem:
     """Bytes of a record that are not as they were written."""
 
     start: int
-    """In the record."""
+    """Offset of the first byte in the record."""
     end: int
+    """Offset behind the last byte in the record."""
     problem: str
 
 
@@ -93,7 +94,7 @@ def _plain(entry: DirectoryEntry) -> str:
 
 
 def _descriptor_problems(entry: DirectoryEntry | None, start: int, end: int, read: Read) -> Iterator[ZipProblem]:
-    """Between ``start`` and ``end`` there must be the checksum of ``entry`` where its header says so, else nothing."""
+    """From ``start`` to ``end`` lies the checksum of ``entry`` where its header says so, else there must be nothing."""
     expected = [b""]
     if entry is not None and entry.flags & CRC_FOLLOWS:
         packers = (DESCRIPTOR, DESCRIPTOR_64) if entry.nbytes < ZIP64 else (DESCRIPTOR_64,)
