@@ -31,7 +31,7 @@ class StoredTensor:
     num_chunks: int
     nbytes: int
     ranks: tuple[int, ...]
-    """Those that wrote a chunk; none where the files do not say."""
+    """The ranks that wrote a chunk; empty where the files do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class CheckpointContents:
     """Sorted by name."""
     attempt: str | None = None
     format_version: int | None = None
-    """None where there is no manifest."""
+    """Version of the manifest's format; None where there is no manifest."""
     versions: Mapping[str, str] = field(default_factory=dict)
     differing: Sequence[DifferingReplicas] = ()
     """Names under which ranks held different values."""
     saved_as_step: int | None = None
-    """What the manifest says, whatever the folder is called now."""
+    """The step that the manifest names, whatever the folder is called now."""
     files: str = "dcp"
-    """What it lies in: ``dcp``, or ``safetensors`` files."""
+    """The kind of its files: ``dcp`` or ``safetensors``."""
 
 
 def read_contents(checkpoint_id: str) -> CheckpointContents:
@@ -133,7 +133,7 @@ def _from_metadata(info: CheckpointInfo, store: Store) -> CheckpointContents:
 
 
 def _from_safetensors(checkpoint_id: str) -> CheckpointContents:
-    """Raises ``CheckpointNotFoundError`` where there are none, too."""
+    """The contents of safetensors files. Raises ``CheckpointNotFoundError`` where there are no such files."""
     from ray_dcp.reads.checkpoint import open_checkpoint
 
     opened = open_checkpoint(checkpoint_id)

@@ -42,9 +42,9 @@ class Conversion:
     num_tensors: int
     num_objects: int
     nbytes: int
-    """Of the tensors."""
+    """Bytes of the tensors."""
     names: Sequence[str]
-    """Those that the values have at the destination."""
+    """Names that the values have at the destination."""
     left_out: Sequence[str]
     files: Sequence[ConvertedFile]
     """Empty for a DCP checkpoint, whose files are named when they are written."""
@@ -75,7 +75,7 @@ def add_convert(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--exclude", **patterns, help="no names that fit, as optimizer.* (may be repeated)")
     parser.add_argument("--strip-prefix", metavar="TEXT", default="", help="take TEXT off names that begin with it")
     parser.add_argument("--add-prefix", metavar="TEXT", default="", help="put TEXT in front of all names")
-    parser.add_argument("--skip-python", action="store_true", help="leave out values that are no tensors")
+    parser.add_argument("--skip-python", action="store_true", help="leave out values that are not tensors")
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
@@ -124,7 +124,7 @@ def _nbytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].lower()]) if match else 0
     if nbytes <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, or 500MB, 5GB, 2GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give bytes, or 500MB, 5GB, 2GiB")
     return nbytes
 
 

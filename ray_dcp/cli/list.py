@@ -28,7 +28,7 @@ class RootListing:
     checkpoints: Sequence[CheckpointInfo]
     uncommitted: Sequence[UncommittedFolder]
     safetensors: Sequence[CheckpointInfo]
-    """Folders of another format, which load as well."""
+    """Folders of safetensors files, which load as well."""
 
 
 def add_list(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,7 +78,7 @@ def list_root(arguments: argparse.Namespace) -> int:
 
 
 def _why_none(store: Store) -> str:
-    """Of a folder that is none of a run's, what it is: it may have been taken for one."""
+    """What lies in a folder that has no folders in it: it may have been taken for a run's."""
     return "" if store.list_folders() else f": {what_is_there(store)}"
 
 

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _for_a_shell(error: RayDcpError) -> str:
-    """What ``error`` says, with the way that there is from a command in place of that of a program."""
+    """The text of ``error``, with the way out that a command has in place of a program's."""
     if not isinstance(error, UnsafeDataError) or not error.ways:
         return str(error)
     return str(error).replace(error.ways, _NO_CODE)

@@ -55,7 +55,7 @@ def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def add_row(table: Table, *cells: str) -> None:
-    """Add cells as they are: a name such as ``[bold]`` is no markup."""
+    """Add cells as they are: a name such as ``[bold]`` is not markup."""
     table.add_row(*(Text(cell) for cell in cells))
 
 

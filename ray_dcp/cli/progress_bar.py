@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(doing: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr for the length of the block; it has what to call with the bytes that are done.
+    """Show a bar on stderr while the block runs, which gets a function to call with each further number of bytes done.
 
-    Nothing is shown where stderr is no terminal. The bar goes away at the end.
+    Nothing is shown where stderr is not a terminal. The bar goes away at the end.
     """
     if not sys.stderr.isatty():
         yield lambda done: None

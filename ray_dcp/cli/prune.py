@@ -97,7 +97,7 @@ def prune_root(arguments: argparse.Namespace) -> int:
 def _seconds(text: str) -> float:
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: give seconds, or 90s, 30m, 2h, 1d")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds, or 90s, 30m, 2h, 1d")
     return float(match[1]) * _SECONDS[match[2]]
 
 

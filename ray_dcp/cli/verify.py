@@ -124,7 +124,7 @@ def _share(text: str) -> float | None:
     match = _SHARE.fullmatch(text)
     share = float(match[1]) / 100 if match else 0.0
     if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share of the blocks: give something like 5%")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share of the blocks: give something like 5%")
     return share if share < 1 else None
 
 

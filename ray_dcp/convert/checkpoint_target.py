@@ -19,12 +19,13 @@ from ray_dcp.write.writer import StoreWriter
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LazyItem:
-    """One value to be stored. ``read`` makes it: a tensor, or (``dtype`` None) a Python value as ``torch.save``d."""
+    """One value to be stored. ``read`` makes it: a tensor, or the ``torch.save``d bytes of a Python value."""
 
     name: str
     path: tuple[str | int, ...]
     """The keys that lead to it in the state dict that torch's tools make of the checkpoint."""
     dtype: str | None
+    """Name of the tensor's dtype without the prefix ``torch.``; None for a Python value."""
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor | bytes]
 

@@ -29,7 +29,7 @@ from ray_dcp.wording import joined
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int], None]
-"""Called with the bytes of each tensor when it has been read and is about to be written."""
+"""Called with the number of bytes of each tensor when it has been read and is about to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,15 @@ class ConvertReport:
     num_tensors: int
     num_objects: int
     nbytes: int
-    """Of the tensors."""
+    """Bytes of the tensors."""
     seconds: float
 
 
 def convert(plan: ConvertPlan, on_progress: OnProgress = lambda nbytes: None) -> ConvertReport:
     """Write what ``plan`` says. A failure leaves nothing under the destination's names.
 
-    Raises ``CorruptCheckpointError`` and ``UnsafeDataError`` for what the source holds, ``StoreError``.
+    Raises ``CorruptCheckpointError``, ``UnsafeDataError`` and ``StateDictError`` for what the source holds, and
+    ``StoreError`` where a store fails.
     """
     started = time.monotonic()
     write = {"dcp": _to_checkpoint, "safetensors": _to_safetensors, "torch": _to_torch}[plan.dest_kind]
@@ -148,5 +149,5 @@ def _is_known_to_torch(value: Any) -> bool:
 
 
 def _path(planned: PlannedValue) -> tuple[str | int, ...]:
-    """Where the value was, or at the top where it has another name now."""
+    """The keys that led to the value; its name alone, at the top, where it has another name now."""
     return planned.value.path if planned.name == planned.value.name else (planned.name,)

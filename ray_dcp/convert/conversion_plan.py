@@ -26,7 +26,7 @@ from ray_dcp.wording import counted, joined
 
 FILE_KINDS = ("dcp", "safetensors", "torch")
 MAX_SHARD_NBYTES = 5 * 10**9
-"""As Hugging Face's libraries split."""
+"""Most bytes of tensors in one file of several, as Hugging Face's libraries split."""
 _MAX_NAMED = 5
 HEADER_TEXTS = {"format": "pt"}
 
@@ -38,23 +38,23 @@ class ConvertOptions:
     to: str | None = None
     """``dcp``, ``safetensors`` or ``torch``; None goes by the destination's name."""
     include: Sequence[str] = ()
-    """Shell patterns of names; a name is converted if one fits, or if there are none."""
+    """Shell patterns of names; a name is converted if one fits, or if no pattern is given."""
     exclude: Sequence[str] = ()
     """Shell patterns of names that are left out."""
     strip_prefix: str = ""
-    """Names that begin with it lose it."""
+    """Text that names which begin with it lose."""
     add_prefix: str = ""
-    """Put in front of every name, after ``strip_prefix``."""
+    """Text that is put in front of every name, after ``strip_prefix``."""
     skip_python: bool = False
-    """Leave out all that is no tensor."""
+    """Leave out everything that is not a tensor."""
     max_shard_nbytes: int | None = None
-    """Of the tensors of one safetensors file, where the destination is a folder; None is ``MAX_SHARD_NBYTES``."""
+    """Most bytes of tensors in one safetensors file of a folder; None is ``MAX_SHARD_NBYTES``."""
     overwrite: bool = False
     """Replace what is at the destination."""
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FILE_KINDS:
-            raise ConfigError("to", f"{self.to!r} is no format: use {', '.join(FILE_KINDS)}")
+            raise ConfigError("to", f"{self.to!r} is not a format: use {', '.join(FILE_KINDS)}")
         if self.max_shard_nbytes is not None and self.max_shard_nbytes <= 0:
             raise ConfigError("max_shard_nbytes", f"must be positive, not {self.max_shard_nbytes}")
 
@@ -73,7 +73,7 @@ class PlannedFile:
 
     key: str
     nbytes: int
-    """Of the whole file; of the tensors alone where their file's other parts are not known yet."""
+    """Bytes of the whole file; of its tensors alone where its other parts are not known yet."""
     values: Sequence[PlannedValue]
 
 
@@ -85,20 +85,20 @@ class ConvertPlan:
     dest: str
     dest_kind: str
     folder: str
-    """Where the files will lie; a checkpoint's own folder."""
+    """The folder that the files will lie in; for a checkpoint, its own."""
     values: Sequence[PlannedValue]
     files: Sequence[PlannedFile]
-    """None for a checkpoint, whose files are named when they are written."""
+    """Empty for a checkpoint, whose files are named when they are written."""
     left_out: Sequence[str] = field(default=())
     """Names that ``include``, ``exclude`` or ``skip_python`` leave out."""
     replaced: Sequence[str] = field(default=())
-    """Files of the folder that will be gone, or new."""
+    """Keys of files in the folder that will be removed or written anew."""
     containers: Containers = ()
     """What names do not tell of the state dict."""
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(planned.value.nbytes for planned in self.values if planned.value.dtype is not None)
 
     @property
@@ -168,7 +168,7 @@ def _rename(values: Sequence[SourceValue], options: ConvertOptions) -> list[Plan
 
 
 def _containers(source: Source, values: Sequence[PlannedValue], options: ConvertOptions) -> Containers:
-    """Of the dicts that are converted; none where names change, which are all there is then."""
+    """The containers that are converted; empty where names change: then names are all there is."""
     if any(planned.name != planned.value.name for planned in values):
         return ()
     empty = [path for path, _, keys in source.containers if keys == "none"]
@@ -223,7 +223,7 @@ def _plan_files(kind: str, key: str, values: Sequence[PlannedValue], max_nbytes:
 
 
 def _split(values: Sequence[PlannedValue], max_nbytes: int) -> list[list[PlannedValue]]:
-    """In the source's order, each shard as full as it may be; a larger tensor has a shard to itself."""
+    """Shards in the source's order, each as full as it may be; a larger tensor has a shard to itself."""
     shards: list[list[PlannedValue]] = [[]]
     held = 0
     for planned in values:

@@ -1,6 +1,6 @@
 """What ``convert`` reads from: the values of a checkpoint, of safetensors files or of a ``torch.save`` file.
 
-Each is told of without being read, and read one at a time.
+They are described without being read, and read one at a time.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class SourceValue:
     """One tensor, or one Python value (``dtype`` None)."""
 
     name: str
-    """As DCP has it: the keys that lead to it, joined by dots."""
+    """The name as DCP has it: the keys that lead to it, joined by dots."""
     path: tuple[str | int, ...]
     """The keys that lead to it in the nested state dict."""
     dtype: str | None
-    """Without the prefix ``torch.``."""
+    """Name of the dtype without the prefix ``torch.``; None for a Python value."""
     shape: tuple[int, ...]
     nbytes: int
-    """Of the tensor; of a Python value as it is stored, 0 where that is not known."""
+    """Bytes of the tensor, or of a Python value as it is stored; 0 where that is not known."""
     memory: Hashable = None
     """Equal for tensors that were one memory when they were saved; None where that is not known."""
 
@@ -53,11 +53,11 @@ class Source(Protocol):
     """A state dict that is stored somewhere. Used by one thread, from ``open_source`` on."""
 
     location: str
-    """As it was asked for, absolute."""
+    """The place that was asked for, absolute."""
     folder: str
-    """Where its files lie, a pointer followed."""
+    """The folder that its files lie in, a pointer followed."""
     key: str
-    """Of the file in the folder, where the source is one file; else empty."""
+    """Key of the file in the folder, where the source is one file; else empty."""
     kind: str
     """``dcp``, ``safetensors`` or ``torch``."""
 
@@ -72,7 +72,7 @@ class Source(Protocol):
         ...
 
     def read_tensor(self, value: SourceValue) -> torch.Tensor:
-        """The whole tensor: on the CPU, contiguous, in a storage of its own; checked where there are checksums."""
+        """The whole tensor, on the CPU, contiguous, in a storage of its own; checked where there are checksums."""
         ...
 
     def read_python(self, value: SourceValue) -> Any:
@@ -148,7 +148,7 @@ class CheckpointSource:
         return bytes(filled[value.name])
 
     def _fill(self, state: dict[str, Any], *, raw: bool) -> None:
-        """Read what ``state`` names, which is one value: a planner that knows all names would go through them all."""
+        """Read the one value that ``state`` names: a planner that knows all names would go through them all."""
         (name,) = state
 
         def load_python(content: io.BytesIO, fqn: str) -> Any:
@@ -221,7 +221,7 @@ def _value(
 
 
 def _path(fqn: str, planned: Any) -> tuple[str | int, ...]:
-    """Where ``fqn`` lies in the state dict that was saved; at the top where the checkpoint does not say, or not well.
+    """The keys that lead to ``fqn`` in the saved state dict; at the top where the checkpoint does not say, or not well.
 
     A list is as long as its largest index, so that one is not believed without a limit.
     """

@@ -38,7 +38,7 @@ _CHECKED_AT_ONCE_NBYTES = 4 << 20
 
 
 def is_torch_file(store: Store, key: str) -> bool:
-    """Whether a file of ``torch.save`` is there. Raises ``ObjectNotFoundError`` where no file is.
+    """Whether a file of ``torch.save`` is there. Raises ``ObjectNotFoundError`` where there is no file.
 
     Raises ``CorruptCheckpointError`` for one that torch before 1.6 wrote, which can only be read whole.
     """
@@ -48,7 +48,7 @@ def is_torch_file(store: Store, key: str) -> bool:
         return False
     if head[:1] == _PICKLE and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         raise CorruptCheckpointError(
-            "no zip file but a pickle, as torch before 1.6 wrote: load it and torch.save it again",
+            "not a zip file but a pickle, as torch before 1.6 wrote: load it and torch.save it again",
             file=join_url(store.url, key),
         )
     return head == _ZIP
@@ -111,7 +111,7 @@ class TorchFile:
         except RecursionError as error:
             raise StateDictError(f"{self._where}: it contains itself, or is nested too deep") from error
         self.leaves: dict[str, Any] = leaves
-        """By name: tensors without values, and Python values whose tensors have none."""
+        """The values by name: tensors without their content, and Python values whose tensors have none."""
         self.paths: dict[str, tuple[str | int, ...]] = paths
         problems = unstorable_names(leaves)
         problems += [f"{name}: {problem}" for name, leaf in leaves.items() for problem in _problems(leaf)]
@@ -156,7 +156,7 @@ class TorchFile:
         return stored if is_plain else empty_tensor(empty.shape, empty.dtype).copy_(stored)
 
     def _read(self, offset: int, storage_nbytes: int, start: int, nbytes: int, name: str) -> torch.Tensor:
-        """``nbytes`` from ``start`` of the storage at ``offset``; checked where that is all of it."""
+        """Read ``nbytes`` from ``start`` of the storage at ``offset``; checked where that is all of it."""
         record = self._records[bisect.bisect(self._records, offset, key=lambda one: one.header_offset) - 1]
         if record.compress_type != zipfile.ZIP_STORED or record.file_size < storage_nbytes:
             raise CorruptCheckpointError(
@@ -194,7 +194,7 @@ class TorchFile:
         try:
             yield
         except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise CorruptCheckpointError(f"no readable zip file: {error}", file=self._where) from error
+            raise CorruptCheckpointError(f"not a readable zip file: {error}", file=self._where) from error
 
 
 class _TensorsIn(pickle.Pickler):
@@ -239,7 +239,7 @@ def _problem(tensor: torch.Tensor) -> str | None:
 
 
 def empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous CPU tensor in a storage of its own, its values not said.
+    """A contiguous CPU tensor in a storage of its own; what its values are is not defined.
 
     Torch's own come from malloc, and glibc keeps many of those up to 32 MiB that are made and dropped one by one: an
     aligned allocation does not fit into the gap that the one before has left.

@@ -29,7 +29,7 @@ class LazyTensor:
         self.read = read
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What a tensor of no elements pickles as, with this one's storage, shape and strides."""
+        """Reduces as a tensor without elements does, with this one's storage, shape and strides."""
         rebuild, (storage, offset, _, _, *rest) = torch.empty(0, dtype=self.dtype).__reduce_ex__(DEFAULT_PROTOCOL)
         strides = torch.empty(self.shape, dtype=self.dtype, device="meta").stride()
         return rebuild, (_LazyStorage(self, storage), offset, self.shape, strides, *rest)
@@ -95,7 +95,7 @@ class _Sink:
 
 
 def write_torch_file(sink: ObjectWriter, state: Mapping[str, Any]) -> None:
-    """Write ``state`` as ``torch.save`` would; of its tensors (``LazyTensor``s) one at a time is in memory."""
+    """Write ``state`` as ``torch.save`` would; one of its tensors (``LazyTensor``s) at a time is in memory."""
     buffer = io.BytesIO()
     pickler = _StatePickler(buffer)
     pickler.dump(state)

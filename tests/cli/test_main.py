@@ -101,7 +101,7 @@ def test_the_installed_command_runs(tmp_path):
     [
         ([], 2, "usage: ray-dcp"),
         (["lst", "x"], 2, "invalid choice"),
-        (["verify", "x", "--sample", "0%"], 2, "no share of the blocks"),
+        (["verify", "x", "--sample", "0%"], 2, "not a share of the blocks"),
         (["verify", ""], 2, "ray-dcp: CKPT: is empty"),
         (["list", "hdfs://a/b"], 2, "unknown scheme hdfs://"),
         (["list", "s3://b/x?nope=1"], 2, "unknown parameter 'nope'"),
