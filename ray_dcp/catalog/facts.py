@@ -37,7 +37,7 @@ class CheckpointInfo:
     nbytes: int
     """Bytes of all records; of all files where there is no manifest."""
     world_size: int | None
-    """Ranks that saved it; None where torch wrote it."""
+    """Number of ranks that saved it; None where no manifest says, as where torch wrote it."""
     created: float
     """Seconds since the epoch. Where there is no manifest, what the store says of its files."""
     metrics: Mapping[str, Any] = field(default_factory=dict)

@@ -19,9 +19,9 @@ _OF_A_MODEL = ("model.safetensors.index.json", "model.safetensors")
 
 
 def require_root(root: str | os.PathLike[str]) -> None:
-    """Raise ``ConfigError`` where ``root``, without steps below it, is itself a checkpoint or holds safetensors files.
+    """Raise ``ConfigError``, which says what to pass, where ``root`` is itself a checkpoint or holds safetensors files.
 
-    It says what to pass.
+    A folder with steps below it is a root in any case.
     """
     store = open_store(root)
     if any(parse_step_folder(folder) is not None for folder in store.list_folders()):

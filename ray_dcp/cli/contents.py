@@ -49,9 +49,9 @@ class CheckpointContents:
 
     checkpoint: CheckpointInfo
     tensors: Sequence[StoredTensor]
-    """Sorted by name."""
+    """The tensors, sorted by name."""
     objects: Sequence[StoredPythonObject]
-    """Sorted by name."""
+    """The Python objects, sorted by name."""
     attempt: str | None = None
     format_version: int | None = None
     """Version of the manifest's format; None where there is no manifest."""

@@ -47,7 +47,7 @@ class Conversion:
     """Names that the values have at the destination."""
     left_out: Sequence[str]
     files: Sequence[ConvertedFile]
-    """Empty for a DCP checkpoint, whose files are named when they are written."""
+    """The files; empty for a DCP checkpoint, whose files are named when they are written."""
     index: str | None
     replaced: Sequence[str]
     report: ConvertReport | None

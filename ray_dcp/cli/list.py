@@ -78,7 +78,7 @@ def list_root(arguments: argparse.Namespace) -> int:
 
 
 def _why_none(store: Store) -> str:
-    """What lies in a folder that has no folders in it: it may have been taken for a run's."""
+    """What lies there, where it has no folders: it may have been taken for a root."""
     return "" if store.list_folders() else f": {what_is_there(store)}"
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(doing: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr while the block runs, which gets a function to call with each further number of bytes done.
+    """Show a bar on stderr while the block runs; yield a function to call with each number of bytes that are done.
 
     Nothing is shown where stderr is not a terminal. The bar goes away at the end.
     """

@@ -36,13 +36,13 @@ class ConvertOptions:
     """How to convert."""
 
     to: str | None = None
-    """``dcp``, ``safetensors`` or ``torch``; None goes by the destination's name."""
+    """Format to write: ``dcp``, ``safetensors`` or ``torch``; None goes by the destination's name."""
     include: Sequence[str] = ()
     """Shell patterns of names; a name is converted if one fits, or if no pattern is given."""
     exclude: Sequence[str] = ()
     """Shell patterns of names that are left out."""
     strip_prefix: str = ""
-    """Text that names which begin with it lose."""
+    """Text that is taken off names that begin with it."""
     add_prefix: str = ""
     """Text that is put in front of every name, after ``strip_prefix``."""
     skip_python: bool = False
@@ -88,7 +88,7 @@ class ConvertPlan:
     """The folder that the files will lie in; for a checkpoint, its own."""
     values: Sequence[PlannedValue]
     files: Sequence[PlannedFile]
-    """Empty for a checkpoint, whose files are named when they are written."""
+    """The files to write; empty for a checkpoint, whose files are named when they are written."""
     left_out: Sequence[str] = field(default=())
     """Names that ``include``, ``exclude`` or ``skip_python`` leave out."""
     replaced: Sequence[str] = field(default=())

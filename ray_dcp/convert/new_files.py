@@ -22,7 +22,7 @@ CreateFile = Callable[[str], AbstractContextManager[ObjectWriter]]
 def new_files(
     store: Store, *, replaced: Sequence[str] = (), index: tuple[str, bytes] | None = None
 ) -> Iterator[CreateFile]:
-    """Yield what creates a file. After the block the files are there, and those ``replaced`` are gone.
+    """Yield a function that creates a file. After the block the files are there, and those ``replaced`` are gone.
 
     ``index`` is the key and content of a small file that names the others. A block that is left by an exception leaves
     nothing new behind, and on a file system everything old.

@@ -59,7 +59,7 @@ class Source(Protocol):
     key: str
     """Key of the file in the folder, where the source is one file; else empty."""
     kind: str
-    """``dcp``, ``safetensors`` or ``torch``."""
+    """Format of the source: ``dcp``, ``safetensors`` or ``torch``."""
 
     @property
     def values(self) -> Sequence[SourceValue]:

@@ -16,7 +16,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 def crc32(content: Bytes, crc: int = 0) -> int:
-    """The CRC-32 of ``content``, which is flat bytes; with ``crc``, that of bytes that have it, then ``content``."""
+    """The CRC-32 of ``content`` (flat bytes); ``crc`` is that of bytes in front of it, which then count, too."""
     value: int = isal_zlib.crc32(content, crc)
     return value
 
@@ -30,7 +30,7 @@ def block_crcs(content: Bytes) -> tuple[int, ...]:
 
 
 def crc_of_blocks(crcs: Sequence[int], nbytes: int) -> int:
-    """The CRC-32 of ``nbytes`` whose blocks have ``crcs``."""
+    """The CRC-32 of ``nbytes`` bytes, from the ``crcs`` of their blocks."""
     whole = 0
     for number, crc in enumerate(crcs):
         whole = combined_crc(whole, crc, min(BLOCK_NBYTES, nbytes - number * BLOCK_NBYTES))
@@ -38,7 +38,7 @@ def crc_of_blocks(crcs: Sequence[int], nbytes: int) -> int:
 
 
 def combined_crc(first: int, second: int, second_nbytes: int) -> int:
-    """The CRC-32 of bytes with ``first`` and, behind them, ``second_nbytes`` with ``second``."""
+    """The CRC-32 of bytes whose CRC-32 is ``first``, and ``second_nbytes`` behind them whose CRC-32 is ``second``."""
     value: int = isal_zlib.crc32_combine(first, second, second_nbytes)
     return value
 

@@ -1,4 +1,4 @@
-"""``manifest.parquet``: one row a stored item, and facts about the whole checkpoint.
+"""``manifest.parquet``: one row for each stored item, and facts about the whole checkpoint.
 
 Torch does not know it; DuckDB and pandas can read it. It is written before ``.metadata`` and carries that
 file's digest: a manifest whose digest differs belongs to a save that never committed (or that has replaced
@@ -98,7 +98,7 @@ class EntryTable(Sequence[Entry]):
         return map(Entry, *self.columns)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold the same entries; a list of entries may be equal, too."""
+        """Whether ``other`` holds the same entries; it may be a list of them."""
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # as a list
@@ -117,7 +117,7 @@ _COLUMNS = tuple(Entry.__dataclass_fields__)
 
 
 def as_table(entries: Sequence[Entry]) -> EntryTable:
-    """``entries`` held by columns: as they are where they are so already."""
+    """``entries`` held by columns; unchanged where they are already."""
     if isinstance(entries, EntryTable):
         return entries
     return EntryTable([[getattr(entry, name) for entry in entries] for name in _COLUMNS])
@@ -142,7 +142,7 @@ class DifferingReplicas:
 
 
 def ranks_by_value(groups: Sequence[Sequence[int]]) -> str:
-    """``ranks 0 | 1-3``: ranks with equal values stand together."""
+    """Text such as ``ranks 0 | 1-3``: ranks with equal values stand together."""
     return f"ranks {' | '.join(first_lines([number_runs(ranks) for ranks in groups], most=_MAX_NAMED_GROUPS))}"
 
 
@@ -164,9 +164,9 @@ class Manifest:
     """Versions of ``torch`` and ``ray_dcp``."""
     format_version: int = FORMAT_VERSION
     differing: Sequence[DifferingReplicas] = ()
-    """Sorted by name; of more than a thousand only the first thousand are stored."""
+    """Names whose values differed, sorted; of more than a thousand only the first thousand are stored."""
     containers: Sequence[Any] | None = None
-    """What names do not tell of the state dict (``planning.containers``); None where that is not known."""
+    """What names do not tell of the state dict (``planning.values.containers``); None where that is not known."""
 
     @property
     def nbytes(self) -> int:

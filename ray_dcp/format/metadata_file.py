@@ -1,4 +1,4 @@
-"""Reading ``.metadata`` and stored Python objects without running what they say: what ``metadata_rules`` lets in."""
+"""Reading ``.metadata`` and stored Python objects without running what they say, by the rules of ``safe_pickle``."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ POINTER = "ray_dcp_pointer.json"
 """A file in a folder handed to Ray Train; it says where the checkpoint really lies, ``{"checkpoint_id": URL}``."""
 SHARD_SUFFIX = ".distcp"
 SAFETENSORS_SUFFIX = ".safetensors"
-"""How names of files of another format end, which are read as checkpoints too."""
+"""End of the names of safetensors files, another format that is read as checkpoints too."""
 PAYLOAD_ALIGNMENT = 64
-"""Bytes; torch's zip writer aligns payloads to this relative to the record, records are aligned to it in the file."""
+"""In bytes. Torch's zip writer aligns payloads to it within the record; records are aligned to it in the file."""
 BLOCK_NBYTES = 1 << 20
 """Payload bytes under one checksum."""
 

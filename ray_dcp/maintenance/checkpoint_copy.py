@@ -52,7 +52,7 @@ class CopyPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files that are copied, ``.metadata`` and the manifest too."""
+        """Bytes of all files that are copied, ``.metadata`` and the manifest among them."""
         small = len(self.source.metadata) + len(self.source.manifest or b"")
         return self.source.nbytes + small
 
@@ -65,7 +65,7 @@ class CopyReport:
     """Place of the checkpoint that was copied, with pointers followed."""
     destination: str
     num_files: int
-    """Number of files, ``.metadata`` and the manifest too."""
+    """Number of files, ``.metadata`` and the manifest among them."""
     nbytes: int
     num_blocks_checked: int
     """Number of runs of bytes under one checksum; each was right."""
@@ -204,7 +204,7 @@ def _remove(plan: CopyPlan, store: Store, written: Sequence[str], manifest: byte
 
 
 def _require_another_place(source: VerifyPlan, store: Store) -> None:
-    """What is about to be deleted must not be what is to be copied, whatever names both places have."""
+    """Raise ``ConfigError`` where both places are one, whatever their names: what is to be copied would be deleted."""
     probe = f"ray_dcp_probe_{uuid.uuid4().hex}"
     store.put(probe, b"")
     try:

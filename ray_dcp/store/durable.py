@@ -128,7 +128,10 @@ def make_folder(folder: str) -> bool:
 
 
 def _mkdir(folder: str) -> None:
-    """Raises ``FileNotFoundError`` where the system says so although the folder above is there, as in procfs."""
+    """Create ``folder`` and what is missing above it.
+
+    Raises ``FileNotFoundError`` where the system says so although the folder above is there: procfs does of any folder.
+    """
     above = os.path.dirname(folder)
     was_there = False
     for _ in range(_MAX_FOLDERS_SWEPT):  # a sweep may remove the folder above once more

@@ -15,10 +15,10 @@ class StoredObject:
     """One object as a listing shows it."""
 
     key: str
-    """Relative to the store's root, with forward slashes."""
+    """Key relative to the store's root, with forward slashes."""
     nbytes: int
     modified: float
-    """Seconds since the epoch; 0.0 where the backend does not say."""
+    """Time of the last change, in seconds since the epoch; 0.0 where the backend does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,7 +204,7 @@ class Unpickler(_Base):
         super().load_binpersid()
 
     def _load_bytearray8(self) -> None:
-        """Pickle's own makes room for as many bytes as it is told before it reads them."""
+        """Load a bytearray; pickle's own makes room for as many bytes as it is told before it reads them."""
         nbytes = int.from_bytes(self.read(8), "little")
         content = self.read(nbytes) if nbytes < 1 << 62 else b""
         if len(content) != nbytes:
@@ -248,7 +248,7 @@ def _plain_calls() -> dict[int, Callable[..., Any]]:
 
 @functools.cache
 def _torch_ids() -> frozenset[int]:
-    """What a file may call of torch's, apart from the names that stand for themselves here."""
+    """Ids of what a file may call of torch, apart from what ``plain_values`` has."""
     plain = {id(one) for one in plain_values.CLASSES.values()}
     own = {path: one for path, one in allowed_globals().items() if path not in plain_values.FUNCTIONS}
     return frozenset(id(one) for one in own.values()) - plain

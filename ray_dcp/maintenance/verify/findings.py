@@ -14,7 +14,7 @@ class Fault:
     """Something that is not as it was written."""
 
     file: str
-    """Key relative to the checkpoint's folder."""
+    """Key of the file, relative to the checkpoint's folder."""
     start: int
     """Offset of the first byte of the file that is concerned."""
     end: int
@@ -110,7 +110,7 @@ class VerifyReport:
     num_files: int
     num_items: int
     num_blocks: int
-    """Runs of bytes under one checksum: blocks of payloads, or entries of zip files where there is no manifest."""
+    """Number of runs of bytes under one checksum: blocks of payloads, or without a manifest entries of zip files."""
     num_blocks_checked: int
     nbytes: int
     """Bytes of all shard files."""
@@ -119,7 +119,7 @@ class VerifyReport:
     sample: float | None
     """The share of blocks that was asked for; None for all."""
     seed: int | None
-    """What chose the sample, and chooses the same one again; None where all was checked."""
+    """The seed that chose the sample, and that chooses the same one again; None where all was checked."""
     seconds: float
     faults: Sequence[Fault] = ()
     unchecked: Sequence[Unchecked] = ()

@@ -182,7 +182,7 @@ def _read_small_files(store: Store) -> _Found:
 
 
 def _refused(metadata: bytes) -> list[Fault]:
-    """Why a load would refuse ``.metadata`` although it is whole: for naming anything but metadata."""
+    """The fault for which a load would refuse ``.metadata`` although it is whole, if there is one."""
     try:
         metadata_rules.require_allowed(metadata)
     except metadata_rules.NotAllowedError as error:
@@ -333,7 +333,7 @@ def _apart(items: Iterable[Item], found: _Found) -> list[Item]:
 
 
 def _with_padding(items: Iterable[Item], found: _Found) -> Iterator[Item]:
-    """Items with the padding between them, which is few zeros where ray_dcp wrote the file."""
+    """Items with the padding before them. Other bytes between them are noted: as faults if ray_dcp wrote the file."""
     end = 0
     for item in items:
         gap = item.begin - end

@@ -50,9 +50,9 @@ class FilePiece:
     start: int
     nbytes: int
     items: Sequence[Item] = ()
-    """Whole records, to be inspected."""
+    """Items whose whole records lie in it, to be inspected."""
     parts: Sequence[PartOfSpan] = ()
-    """Contents of records that have been inspected."""
+    """Parts of the contents of records that have been inspected."""
     seen: Sequence[tuple[int, bytes]] = ()
     """Bytes that were read and checked before, with their offsets in the file: they must still be the same."""
 
@@ -81,7 +81,7 @@ def is_large(item: Item, small_nbytes: int) -> bool:
 
 
 def inspect_large(store: Store, item: Item) -> InspectedRecord:
-    """The structure of a record, by small reads. What cannot be read for lack of bytes is a fault."""
+    """Inspect the structure of a record by small reads. Bytes that are missing are a fault."""
     try:
         return inspect_record(item, lambda start, nbytes: store.get(item.file, start, nbytes))
     except (ObjectNotFoundError, ObjectTooShortError) as error:
@@ -175,7 +175,7 @@ def _parts_piece(item: Item, parts: Sequence[PartOfSpan]) -> FilePiece:
 
 
 def check_piece(store: Store, piece: FilePiece, view: memoryview) -> CheckedPiece:
-    """Read a piece into ``view``, which is as long, and check it. What it lacks is a fault."""
+    """Read a piece into ``view``, which is as long, and check it. Bytes that are missing are a fault."""
     try:
         get_into(store, piece.file, piece.start, [view])
     except (ObjectNotFoundError, ObjectTooShortError) as error:

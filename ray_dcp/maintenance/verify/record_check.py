@@ -100,7 +100,7 @@ class _Remembered:
         self.ranges: list[tuple[int, bytes]] = []
 
     def prefetch(self, item: Item) -> None:
-        """The ends of a record: they hold its structure, but for a few bytes perhaps."""
+        """Read the ends of a record: they hold its structure, except perhaps a few bytes."""
         begin = item.start - item.padding
         payload = item.entry is not None and item.entry.payload_nbytes > 0
         head = item.entry.payload_offset - begin if payload and item.entry is not None else _END_NBYTES

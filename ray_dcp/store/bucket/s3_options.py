@@ -84,7 +84,10 @@ class S3Options:
         require_valid(self)
 
     def url(self, place: str) -> str:
-        """``place``, an ``s3://`` URL, with all of this in it. Raises ``ConfigError`` where ``place`` says some too."""
+        """``place``, an ``s3://`` URL, with all of these options in it.
+
+        Raises ``ConfigError`` where ``place`` has parameters or keys already.
+        """
         if not place.startswith("s3://"):
             raise ConfigError("place", f"begins with s3://bucket, this does not: {shown_url(place)}")
         parts = BucketUrl.parse(place)
@@ -110,7 +113,7 @@ class S3Options:
 
     @classmethod
     def from_url(cls, url: str, variables: Mapping[str, str] | None = None) -> S3Options:
-        """What ``url`` says, and ``variables`` (a process's environment) where it says nothing.
+        """The options that ``url`` says, and ``variables`` (a process's environment) where it says nothing.
 
         Raises ``ConfigError`` naming the parameter that is unknown or makes no sense.
         """

@@ -38,7 +38,7 @@ def absolute(place: Place | bytes, *, setting: str = "checkpoint_id") -> str:
 
 
 def foreign(place: object) -> str:
-    """``absolute`` for storage of the user's, which may know schemes and kinds of places of its own."""
+    """``place`` made absolute for storage of the user's, which may know schemes and kinds of places of its own."""
     text = os.fsdecode(place) if isinstance(place, str | bytes | os.PathLike) else str(place)
     return text if "://" in text or not text else os.path.abspath(text)
 

@@ -59,7 +59,7 @@ class BucketUrl:
 
     @property
     def path(self) -> str:
-        """Bucket and prefix."""
+        """Bucket and prefix, joined by a slash."""
         return f"{self.bucket}/{self.prefix}" if self.prefix else self.bucket
 
 
