@@ -71,8 +71,8 @@ def test_a_group_that_is_none_is_refused(tmp_path):
     ("size", "chunks", "setting"),
     [
         ((2, 2), [torch.ones(2, 2)], "chunks: a list does not say where: pass {offsets: local tensor}"),
-        (4, {0: torch.ones(4)}, "size: 4 is no tuple of whole numbers"),
-        ((4,), {0: torch.ones(4)}, "chunks: offsets 0 are no tuple of whole numbers"),
+        (4, {0: torch.ones(4)}, "size: 4 is not a tuple of whole numbers"),
+        ((4,), {0: torch.ones(4)}, "chunks: offsets 0 are not a tuple of whole numbers"),
         ((2.5,), {(0,): torch.ones(2)}, "size: (2.5,) is no tuple"),
         ((-1,), {}, "size: (-1,) is no tuple"),
     ],

@@ -1,4 +1,4 @@
-"""Whether a load can put values where its template has them: looked at before it fills anything."""
+"""Checks, before a load fills anything, whether it can put values where its template has them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PLAIN_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list))
 
 
 def assign_problem(container: Any, key: Any) -> str | None:
-    """Why nothing can be assigned to ``container[key]``, or None.
+    """The reason why nothing can be assigned to ``container[key]``; None where something can.
 
-    A container of another class than Python's own is asked by assigning what it has there, if anything.
+    A container of another class than Python's own is tried: it is assigned what it has there already, if anything.
     """
     kind = type(container)
     if kind in _PLAIN_CONTAINERS:
@@ -31,7 +31,7 @@ def assign_problem(container: Any, key: Any) -> str | None:
 
 
 def growth_problem(container: Any) -> str | None:
-    """Why nothing can be added to an empty mapping or list, or None."""
+    """The reason why nothing can be added to an empty mapping or list; None where something can."""
     kind = type(container)
     if kind in _PLAIN_CONTAINERS:
         return None
@@ -45,7 +45,10 @@ def growth_problem(container: Any) -> str | None:
 
 
 class Assignments:
-    """Of one load: which containers values are put into. ``originals``: a copy's id to the user's own container."""
+    """The containers that one load puts values into.
+
+    ``originals`` maps the id of a copy to the user's own container.
+    """
 
     def __init__(self, template: Any, originals: Mapping[int, Any]) -> None:
         self._template = template
@@ -64,7 +67,7 @@ class Assignments:
         return found
 
     def problem(self, container: Any, key: Any) -> str | None:
-        """As ``assign_problem``, of a container of the template and of what it is a copy of; each is asked once."""
+        """Like ``assign_problem``, for a container of the template and the one that it is a copy of; asks each once."""
         for one in (container, self._originals.get(id(container))):
             if one is None or type(one) in _PLAIN_CONTAINERS:
                 continue
@@ -83,7 +86,7 @@ class Assignments:
 
 
 def own_key(container: Any, part: str | int) -> Any:
-    """The key of ``container`` that ``part`` of a path names: in a path those of mappings are text."""
+    """The key of ``container`` that ``part`` of a path names: a path has the keys of mappings as text."""
     if not isinstance(container, Mapping) or part in container:
         return part
     return next((key for key in container if str(key) == part), part)

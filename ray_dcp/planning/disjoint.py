@@ -1,4 +1,4 @@
-"""Whether boxes lie apart: chunks of a tensor as ranks have them, templates ask for them or files hold them."""
+"""Finds boxes that overlap: chunks of a tensor as ranks have them, templates ask for them or files hold them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 Box = tuple[Sequence[int], Sequence[int]]
-"""Where it begins in each dimension, and how far it reaches from there."""
+"""(offsets, lengths): where a box begins in each dimension, and how far it reaches from there; in elements."""
 
 
 def overlapping(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
-    """Pairs of ``boxes``, all of as many dimensions, that share an element: by their numbers, in no order.
+    """Yield the pairs of ``boxes`` that share an element, by their positions in ``boxes`` and in no fixed order.
 
-    Of 0-dim boxes, which are all in one place, only neighbours. Sweeps along the dimension that tells most of them
-    apart, so that chunks of a usual sharding take time that grows as their number.
+    All boxes have the same number of dimensions. 0-dim boxes are all in one place: of those only neighbours are paired.
+    Sweeps along the dimension that tells most of the boxes apart, so that for chunks of a usual sharding the time grows
+    linearly with their number.
     """
     held = [number for number, (_, sizes) in enumerate(boxes) if math.prod(sizes)]
     if len(held) < 2:

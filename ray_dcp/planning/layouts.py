@@ -1,4 +1,4 @@
-"""How a rank's part of a value lies in the whole: worked out once for all values of one layout.
+"""The place of a rank's part in the whole value, worked out once for all values of one layout.
 
 A model has thousands of tensors and a dozen layouts. Torch works out each tensor's place anew, which is most of what
 planning costs.
@@ -26,7 +26,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def local_part(value: Any) -> torch.Tensor | None:
-    """This rank's memory of a plain tensor or a DTensor; None of every other kind of value."""
+    """This rank's memory of a plain tensor or a DTensor; None for every other kind of value."""
     kind = type(value)
     if kind in _PLAIN_TENSORS:
         whole: torch.Tensor = value
@@ -38,16 +38,17 @@ def local_part(value: Any) -> torch.Tensor | None:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of some elements has no memory any more; torch itself reads and writes at address 0 then."""
+    """Whether a tensor that has elements has no memory any more; torch itself then reads and writes at address 0."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return False
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def layout_key(value: Any) -> Hashable | None:
-    """Equal for values of which this rank holds equal chunks; None for a kind of value that must be asked each time.
+    """A key that is equal for values of which this rank holds equal chunks.
 
-    Good as long as the values live, since a mesh is known by its identity.
+    None for a kind of value that must be asked each time. The key is valid as long as the values live, since a mesh is
+    known by its identity.
     """
     kind = type(value)
     if kind in _PLAIN_TENSORS:
@@ -63,11 +64,13 @@ class PlannedReads:
     """The reads that fill values of one layout from tensors that were saved in one way, whatever their names."""
 
     reads: tuple[ReadItem, ...]
-    """Of a value without a name. Most are of a chunk that is stored as it is here: then both indexes are one object."""
+    """The reads of a value without a name. Most are for a chunk that is stored as it is here: then both indexes are one
+    object."""
     problems: tuple[str, ...]
     """A line for each region that stored chunks do not fill exactly once."""
 
     def of(self, fqn: str) -> list[ReadItem]:
+        """The reads for the value ``fqn``."""
         items = []
         for read in self.reads:
             dest, stored = read.dest_index, read.storage_index
@@ -82,7 +85,7 @@ NO_READS = PlannedReads((), ())
 
 
 class WriteLayouts:
-    """What write items of values of one layout and dtype have in common, for one save."""
+    """The parts that write items of values of one layout and dtype have in common, for one save."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, WriteItem] = {}
@@ -135,7 +138,7 @@ def _planned_reads(value: torch.Tensor, saved: TensorStorageMetadata) -> Planned
 
 
 def _with_one_index(read: ReadItem) -> ReadItem:
-    """The same, with one object for both indexes where they are equal, hints included."""
+    """``read`` with one object for both indexes where they are equal, hints included."""
     same = read.dest_index == read.storage_index and read.dest_index.index == read.storage_index.index
     return replace(read, storage_index=read.dest_index) if same else read
 

@@ -33,16 +33,18 @@ _CHUNKWISE = frozenset(
 
 
 class LocalShards(torch.Tensor):
-    """Chunks of a tensor of global shape ``size`` that this rank holds: ``{offsets: local tensor}``.
+    """The chunks of a tensor of global shape ``size`` that this rank holds: ``{offsets: local tensor}``.
 
-    Any number of chunks, of any shape, anywhere in the tensor, none at all included; two chunks of one rank may
-    not overlap. ``offsets`` has one entry a dimension (``()`` for a 0-dim tensor). On load the chunks are filled
-    in place. All chunks have one dtype; ``dtype`` is needed only where there are none and it is not the default.
+    There may be any number of chunks, even none, of any shape and anywhere in the tensor; two chunks of one rank may
+    not overlap. ``offsets`` has one entry for each dimension, in elements (``()`` for a 0-dim tensor). On load the
+    chunks are filled in place. All chunks have one dtype; ``dtype`` is needed only where there is no chunk and it is
+    not torch's default dtype.
 
-    Raises ``ConfigError`` naming the chunk that does not fit.
+    Raises ``ConfigError`` naming a chunk that does not fit, and for a size or offsets that are not whole numbers.
     """
 
     chunks: dict[tuple[int, ...], torch.Tensor]
+    """The local tensors by their offsets in the whole tensor."""
 
     @staticmethod
     def __new__(
@@ -94,10 +96,10 @@ class LocalShards(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> LocalShards:
         return LocalShards(self.size(), {o: c.detach().clone() for o, c in self.chunks.items()}, dtype=self.dtype)
 
-    # What torch's planner asks.
+    # The methods that torch's planner calls.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """One item a chunk; empty chunks only where the whole tensor is empty, so that its name is kept."""
+        """One item for each chunk; an empty chunk gets one only where the whole tensor is empty, to keep its name."""
         whole_is_empty = math.prod(self.size()) == 0
         held = {offsets: chunk for offsets, chunk in self.chunks.items() if chunk.numel() or whole_is_empty}
         return [
@@ -137,7 +139,7 @@ def _size(given: Any) -> torch.Size:
         numbers = (-1,)
     if any(number < 0 for number in numbers):
         raise ConfigError(
-            "LocalShards.size", f"{given!r} is no tuple of whole numbers; a 1-dim tensor has (n,)"
+            "LocalShards.size", f"{given!r} is not a tuple of whole numbers; a 1-dim tensor has (n,)"
         ) from None
     return torch.Size(numbers)
 
@@ -147,7 +149,7 @@ def _offsets(given: Any) -> tuple[int, ...]:
         return tuple(map(operator.index, given))
     except TypeError:
         raise ConfigError(
-            "LocalShards.chunks", f"offsets {given!r} are no tuple of whole numbers; in a 1-dim tensor (n,)"
+            "LocalShards.chunks", f"offsets {given!r} are not a tuple of whole numbers; in a 1-dim tensor (n,)"
         ) from None
 
 

@@ -1,10 +1,10 @@
-"""Which ranks of a node read which stored blocks for each other: decided from what each of them wants.
+"""Decides which ranks of a node read which stored blocks for each other, from what each of them wants.
 
 ::
 
     rank: ShareOffer -> plan_shares (all offers, the coordinator) -> NodeShare -> windows_of (each rank) -> pieces
 
-All of it is the same wherever and whenever it is computed from the same offers.
+The same offers give the same result wherever and whenever it is computed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ray_dcp.format.names import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
 from ray_dcp.store.ranges import joined
 
 MAX_MEMORY_NBYTES = 256 * BLOCK_NBYTES
-"""Of a node, for all windows that are in memory at once."""
+"""Most memory of a node, in bytes, for all windows that are in memory at once."""
 MIN_WINDOW_NBYTES = 2 * BLOCK_NBYTES
-"""Where shared memory has no room for this, nothing is shared."""
+"""Least size of a window, in bytes: where shared memory has no room for it, nothing is shared."""
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class ShareRules:
-    """What is worth sharing, of one kind of store."""
+    """The rules for what is worth sharing, for one kind of store."""
 
     min_repeats: float
-    """By how many ranks of a node a block of a record must be wanted on average."""
+    """Number of ranks of a node that must on average want a block of a record."""
     rank_nbytes: int
-    """What each rank reads of a window; whole blocks."""
+    """Bytes of a window that each rank reads; whole blocks."""
     num_windows: int = 2
-    """Windows that are in memory at once: some are read while others are taken from."""
+    """Number of windows that are in memory at once: some are read while others are taken from."""
     straight_weight: float = 1.0
-    """How much a rank counts that would read straight to where the bytes belong: it has one copy less to save."""
+    """Weight of a rank that would read straight to where the bytes belong: it has one copy less to save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,19 @@ class Want:
     """A run of blocks that a rank wants of one record."""
 
     number: int
-    """Of the record's entry in the manifest."""
+    """Number of the record's entry in the manifest."""
     nbytes: int
-    """Of the record's payload."""
+    """Length of the record's payload, in bytes."""
     first: int
-    """Block."""
+    """First block of the run."""
     end: int
-    """Block behind the last one."""
+    """The block behind the last one of the run."""
     is_straight: bool = False
     """Whether the rank would read it straight to where it belongs, not through memory of the reader's."""
 
     @property
     def payload_nbytes(self) -> int:
-        """Of the run; the payload's last block may be short."""
+        """Length of the run, in bytes; the payload's last block may be short."""
         return min(self.end * BLOCK_NBYTES, self.nbytes) - self.first * BLOCK_NBYTES
 
 
@@ -66,18 +66,18 @@ class ShareOffer:
     """What a rank could have others read for it."""
 
     memory: str
-    """Ranks that say the same here can share memory, and mean the same by the number of an entry."""
+    """Name of the memory: ranks with the same name can share memory, and mean the same by the number of an entry."""
     free_nbytes: int
-    """Of that memory."""
+    """Free bytes of that memory."""
     token: str
-    """A name for the memory of this load, unlike any other ever."""
+    """A name for the memory of this load, which no other load ever has."""
     rules: ShareRules
     packed: bytes
-    """``Want``s, as ``pack_wants`` makes it: a rank may have thousands."""
+    """The rank's ``Want``s, as ``pack_wants`` packs them: a rank may have thousands."""
 
 
 def pack_wants(wants: Iterable[Want]) -> bytes:
-    """At most one of each record; see ``ShareOffer``."""
+    """Pack ``wants``, at most one for each record, for a ``ShareOffer``."""
     rows = [(want.number, want.nbytes, want.first, want.end, want.is_straight) for want in wants]
     return np.array(rows, dtype=np.int64).tobytes()
 
@@ -88,17 +88,17 @@ class NodeShare:
 
     token: str
     members: tuple[int, ...]
-    """Ranks. A member's place in here is its slot."""
+    """The ranks that take part. A member's place in here is its slot."""
     runs: tuple[Want, ...]
-    """Disjoint, by number and block: each block that one of the members wants of these records, once."""
+    """Disjoint runs, sorted by number and block: they have each block that a member wants of these records once."""
     window_nbytes: int
-    """Whole blocks."""
+    """Size of a window, in bytes; whole blocks."""
     num_windows: int
-    """In memory at once."""
+    """Number of windows that are in memory at once."""
 
     @property
     def nbytes(self) -> int:
-        """Of all runs."""
+        """Length of all runs together, in bytes."""
         return sum(run.payload_nbytes for run in self.runs)
 
 
@@ -107,12 +107,15 @@ class ReadShare:
     """A part of one payload in one window, from one block to another, that one member reads."""
 
     number: int
+    """Number of the record's entry in the manifest."""
     start: int
-    """Byte of the payload."""
+    """First byte in the payload."""
     end: int
+    """The byte of the payload behind the last one."""
     at: int
-    """Byte of the window where it goes; a multiple of the payload alignment."""
+    """Offset in the window where the part goes, in bytes; a multiple of the payload alignment."""
     slot: int
+    """Slot of the member that reads it."""
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +123,7 @@ class ReadShare:
 
 
 def plan_shares(offers: Sequence[ShareOffer | None]) -> list[NodeShare | None]:
-    """Of each rank, in rank order; None where it reads all by itself."""
+    """The share of each rank, in rank order; None for a rank that reads everything by itself."""
     shares: list[NodeShare | None] = [None] * len(offers)
     by_memory: dict[str, list[int]] = defaultdict(list)
     for rank, offer in enumerate(offers):
@@ -139,7 +142,7 @@ def _plan_node(offers: Sequence[tuple[int, ShareOffer]]) -> NodeShare | None:
     tables = [np.frombuffer(offer.packed, dtype=np.int64).reshape(-1, 5) for _, offer in offers]
     rows = np.concatenate(tables)
     owners = np.repeat([rank for rank, _ in offers], [len(table) for table in tables])
-    # No more ranks than want some of a record can want a block of it: most records are out by that alone.
+    # A block is wanted by no more ranks than want some of its record: that alone rules out most records.
     _, which, counts = np.unique(rows[:, 0], return_inverse=True, return_counts=True)
     often = counts[which] >= rules.min_repeats
     rows, owners = rows[often], owners[often]
@@ -169,7 +172,7 @@ def _plan_node(offers: Sequence[tuple[int, ShareOffer]]) -> NodeShare | None:
 
 
 def windows_of(share: NodeShare) -> Iterator[tuple[ReadShare, ...]]:
-    """The windows, in order; in each, every member reads one run of neighbouring pieces, all about as many bytes."""
+    """Yield the windows in order; in each every member reads one run of neighbouring pieces, all of about one size."""
     spans: list[tuple[Want, int, int, int]] = []
     at = 0
     for run in share.runs:
@@ -189,7 +192,7 @@ def windows_of(share: NodeShare) -> Iterator[tuple[ReadShare, ...]]:
 
 
 def _assigned(spans: Sequence[tuple[Want, int, int, int]], num_members: int) -> Iterator[ReadShare]:
-    """Cut at blocks, so that no member reads more than a block above its part."""
+    """Share ``spans`` out to the members, cut at blocks, so that no member reads more than a block above its part."""
     total = sum(until - start for _, start, until, _ in spans)
     passed = 0
     for run, start, until, at in spans:
@@ -202,7 +205,7 @@ def _assigned(spans: Sequence[tuple[Want, int, int, int]], num_members: int) -> 
 
 
 def segment_nbytes(share: NodeShare) -> int:
-    """How much memory the windows take: no more than there are."""
+    """Bytes of memory that the windows take; where there are fewer than ``num_windows``, only what they need."""
     first = list(itertools.islice(windows_of(share), share.num_windows))
     last = first[-1][-1]
     return share.window_nbytes * (len(first) - 1) + last.at + last.nbytes

@@ -19,7 +19,7 @@ from ray_dcp.planning.values.flat import LEAVES
 _NAME = re.compile(r"(?P<fqn>.+)\.__rank_(?P<rank>\d+)__")
 
 Reshard = Callable[[list[Any], int, int], Any]
-"""(values of all saving ranks in rank order, this rank, world size now) -> this rank's value."""
+"""A function (values of all saving ranks in rank order, this rank, world size now) -> this rank's value."""
 
 
 class PerRank:
@@ -43,9 +43,9 @@ def per_rank_key(rank: int) -> str:
 
 
 class OneRanksValue(dict[str, Any]):
-    """What stands in a state dict for the ``PerRank`` of one rank: a dict of its one item.
+    """The dict of one item that stands in a state dict for the ``PerRank`` of one rank.
 
-    A class of its own, so that a place where it would be pickled, and stored by one rank for all, can be told.
+    It has a class of its own, so that a place where it would be pickled, and stored by one rank for all, can be told.
     """
 
     def __init__(self, value: Any, rank: int) -> None:
@@ -58,18 +58,18 @@ def is_per_rank_name(fqn: str) -> bool:
 
 
 def per_rank_base(fqn: str) -> str | None:
-    """The name of the value of which ``fqn`` is one rank's; None where it is no such name."""
+    """The name of the ``PerRank`` value if ``fqn`` is the name of one rank's part of it; else None."""
     match = _NAME.fullmatch(fqn) if ".__rank_" in fqn else None
     return match["fqn"] if match else None
 
 
 def per_rank_fqn(fqn: str) -> str:
-    """The name of the ``PerRank`` of which ``fqn`` is one rank's value."""
+    """The name of the ``PerRank`` of which ``fqn`` is one rank's value; any other name stays as it is."""
     return per_rank_base(fqn) or fqn
 
 
 def per_rank_world_sizes(fqns: Iterable[str]) -> dict[str, int]:
-    """How many ranks saved each per-rank value, by its name."""
+    """The number of ranks that saved each per-rank value, by its name."""
     world_sizes: dict[str, int] = {}
     for fqn in fqns:
         match = _NAME.fullmatch(fqn) if ".__rank_" in fqn else None
@@ -91,7 +91,7 @@ class PerRankTemplate:
     """The ``PerRank`` values of a template, for one load at ``rank`` of ``world_size``."""
 
     def __init__(self, template: dict[str, Any], rank: int, world_size: int) -> None:
-        """Raises ``StateDictError`` for one in a container that cannot be changed."""
+        """Find them. Raises ``StateDictError`` for a value in a container that cannot be changed."""
         self._slots = list(_find(template, ""))
         found = [(slot.fqn, assign_problem(slot.container, slot.key)) for slot in self._slots]
         problems = [f"{fqn}: a PerRank that {problem}" for fqn, problem in found if problem is not None]
@@ -101,7 +101,7 @@ class PerRankTemplate:
         self._world_size = world_size
 
     def problems(self, saved_names: Iterable[str]) -> list[str]:
-        """What keeps these values from being loaded, a line each."""
+        """A line for each of these values that cannot be loaded."""
         saved = per_rank_world_sizes(saved_names)
         return [
             f"{slot.fqn}: saved by {saved[slot.fqn]} ranks, loading on {self._world_size}: "
@@ -112,9 +112,10 @@ class PerRankTemplate:
 
     @contextmanager
     def expanded(self, saved_names: Iterable[str]) -> Iterator[None]:
-        """Within the block each value is the dict of per-rank items it needs; after it, the ``PerRank`` again.
+        """Replace each value by the dict of per-rank items that it needs, within the block.
 
-        Items that were filled in become its ``.value``; a block left by an exception changes nothing.
+        After the block the ``PerRank`` is back, and items that were filled in have become its ``.value``. A block that
+        is left by an exception changes nothing.
         """
         saved = per_rank_world_sizes(saved_names)
         places: list[dict[str, tuple[Any, ...]]] = [

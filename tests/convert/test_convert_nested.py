@@ -191,7 +191,7 @@ def test_tensors_come_over_whatever_python_value_holds_them(tmp_path, to):
         (deque([torch.ones(2, device="meta")]), "x: in a deque, a meta tensor has no values"),
         ((torch.ones(2).to_sparse(),), "x: in a tuple, a tensor of layout torch.sparse_coo has no rectangular values"),
         ((torch.ones(2).untyped_storage(),), "x: in a tuple, a storage without its tensor"),
-        ({"\ud800": 1}, "'x.\\ud800': no text that can be stored; give it another key"),
+        ({"\ud800": 1}, "'x.\\ud800': not text that can be stored; give it another key"),
     ],
 )
 def test_what_a_torch_file_has_no_values_for_is_refused_by_name_and_leaves_nothing(tmp_path, value, problem):

@@ -337,7 +337,7 @@ KINDS = [
     refused("a function", lambda rank, n: {"x": lambda: 0}, r"x: .*cannot be pickled"),
     refused("a function in `PerRank`", lambda rank, n: {"x": dcp.PerRank(lambda: 0)}, r"x.*cannot be pickled"),
     refused("a lock", lambda rank, n: {"x": threading.Lock()}, r"x: .*cannot be pickled"),
-    refused("a key that is no text", lambda rank, n: {"x": {"\ud800": 1}}, r"x"),
+    refused("a key that is not valid text", lambda rank, n: {"x": {"\ud800": 1}}, r"x"),
     Kind(
         "a number that differs between ranks",
         lambda rank, n: {"x": rank},

@@ -20,8 +20,8 @@ from tests.shardings import DTYPES, same_bits, whole_tensor
     [
         ((4, 3), {(0, 0): [1, 2]}, "the value at offsets (0, 0) is a list"),
         ((4, 3), {(0, 0): None}, "the value at offsets (0, 0) is a NoneType"),
-        ((4,), {0: torch.ones(2)}, "offsets 0 are no tuple of whole numbers"),
-        ((4,), {(0.5,): torch.ones(2)}, "offsets (0.5,) are no tuple of whole numbers"),
+        ((4,), {0: torch.ones(2)}, "offsets 0 are not a tuple of whole numbers"),
+        ((4,), {(0.5,): torch.ones(2)}, "offsets (0.5,) are not a tuple of whole numbers"),
         ((4, 3), {(0,): torch.ones(2, 3)}, "chunk of shape (2, 3) at offsets (0,) has other dimensions"),
         ((4, 3), {(0, 0): torch.ones(6)}, "chunk of shape (6,) at offsets (0, 0) has other dimensions"),
         ((4, 3), {(0, 0): torch.tensor(1.0)}, "chunk of shape () at offsets (0, 0) has other dimensions"),

@@ -226,7 +226,7 @@ def test_a_key_that_is_no_text_is_refused_by_its_name(make, key):
     with pytest.raises(StateDictError) as caught:
         require_storable(planner, planner.create_local_plan(), state)
     assert caught.value.problems == tuple(
-        f"{name!r}: no text that can be stored; give it another key" for name in (f"deep.{key}", key)
+        f"{name!r}: not text that can be stored; give it another key" for name in (f"deep.{key}", key)
     )
     str(caught.value).encode()
 

@@ -1,1 +1,1 @@
-"""A save's plan on a rank and for all: by tables, checked, replicas compared. Begin with ``state_planner``."""
+"""A save's plan, on each rank and for all: in tables, checked, replicas compared. Begin with ``state_planner``."""

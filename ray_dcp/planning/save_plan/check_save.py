@@ -1,4 +1,4 @@
-"""What the coordinator checks of a save before a byte is written: do the ranks agree, is every tensor whole."""
+"""The coordinator's checks of a save before a byte is written: that ranks agree, and that every tensor is whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Kind = tuple[str, tuple[int, ...] | None, str]
 def require_agreeing_plans(plans: Sequence[SavePlan]) -> None:
     """Raise ``StateDictError`` unless all ranks mean the same by each name: kind, whole shape, dtype.
 
-    Torch takes the first plan's word and drops the rest. Lists are in rank order.
+    Torch takes the first plan's word and drops the rest. ``plans`` are in rank order.
     """
     seen: dict[str, dict[_Kind, list[int]]] = {}
     for rank, plan in enumerate(plans):
@@ -39,10 +39,10 @@ def require_agreeing_plans(plans: Sequence[SavePlan]) -> None:
 
 
 def require_whole_tensors(metadata: Metadata, plans: Sequence[SavePlan] = ()) -> None:
-    """Raise ``StateDictError`` naming each tensor whose planned chunks are not all of it, each element once.
+    """Raise ``StateDictError`` naming each tensor whose planned chunks do not hold each of its elements once.
 
-    ``plans``, in rank order, say which ranks have what. Torch's planner checks bounds and overlaps, but holes only
-    where more than one rank takes part, and what it says of them are two numbers.
+    ``plans``, in rank order, tell which ranks have what. Torch's planner checks bounds and overlaps, but holes only
+    where more than one rank takes part, and of those it tells no more than two numbers.
     """
     tensors = {f: s for f, s in metadata.state_dict_metadata.items() if isinstance(s, TensorStorageMetadata)}
     known: dict[Hashable, bool] = {}  # a model has thousands of tensors and a dozen layouts
@@ -59,7 +59,7 @@ def require_whole_tensors(metadata: Metadata, plans: Sequence[SavePlan] = ()) ->
 
 
 def not_whole(tensors: Mapping[str, tuple[Sequence[int], Sequence[Held]]], world_size: int) -> StateDictError:
-    """The error about these tensors: their sizes, and who has what of them."""
+    """The error about ``tensors``, which maps each name to the tensor's size and who has what of it."""
     alone = (
         ". No group here, so this process saves alone: ranks that save one checkpoint together need a group "
         "(RankGroup.join, RankPool)"
@@ -71,7 +71,7 @@ def not_whole(tensors: Mapping[str, tuple[Sequence[int], Sequence[Held]]], world
 
 
 def require_valid_plans(plans: Sequence[SavePlan]) -> None:
-    """As ``require_whole_tensors``, before a planner has put the plans together."""
+    """Check like ``require_whole_tensors``, but before a planner has put the plans together."""
     sizes = {item.index.fqn: item.tensor_data.size for plan in plans for item in plan.items if item.tensor_data}
     held = held_by_ranks(plans, sizes)
     wrong = {fqn: (size, held[fqn]) for fqn, size in sizes.items() if not is_covered(size, held[fqn])}
@@ -80,7 +80,7 @@ def require_valid_plans(plans: Sequence[SavePlan]) -> None:
 
 
 def held_by_ranks(plans: Sequence[SavePlan], fqns: Collection[str]) -> dict[str, list[Held]]:
-    """Of each name the chunks that ranks plan; a chunk that several have is there once."""
+    """The chunks that ranks plan, by name; a chunk that several ranks have is there once."""
     ranks_of: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = {fqn: {} for fqn in fqns}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -96,7 +96,7 @@ def _held(saved: TensorStorageMetadata) -> list[Held]:
 
 
 def item_kind(item: WriteItem) -> _Kind:
-    """What all ranks must mean alike by a name."""
+    """The kind, shape and dtype on which all ranks must agree for a name."""
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         return "a Python object", None, ""
     return "a tensor", tuple(item.tensor_data.size), str(item.tensor_data.properties.dtype)

@@ -1,4 +1,4 @@
-"""Whether chunks make up a whole tensor, each element once; where they do not, which rows on which ranks."""
+"""Checks whether chunks make up a whole tensor, each element once, and tells which rows of which ranks are wrong."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ray_dcp.planning.disjoint import overlapping
 from ray_dcp.wording import joined, ranks_text
 
 _MAX_TOLD = 3
-"""Places of one kind that are told of one tensor."""
+"""Most places of one kind that a message tells for one tensor."""
 _MAX_LOOKS = 200_000
-"""Looks at chunks for one tensor's message: a tensor in a million pieces must not hold up the error."""
+"""Most looks at chunks for one tensor's message: a tensor in a million pieces must not hold up the error."""
 _DIMS = ("rows", "columns")
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A chunk, and the ranks that have it; none where nobody knows them."""
+    """A chunk, and the ranks that have it; ``ranks`` is empty where they are not known."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -31,6 +31,7 @@ class Held:
         return math.prod(self.sizes)
 
     def span(self, dim: int) -> Span:
+        """(start, end) of the chunk in dimension ``dim``."""
         return self.offsets[dim], self.offsets[dim] + self.sizes[dim]
 
 
@@ -42,10 +43,10 @@ def is_covered(size: Sequence[int], held: Sequence[Held]) -> bool:
 
 
 def cover_problem(size: Sequence[int], held: Sequence[Held]) -> str:
-    """What is wrong, in words; only called where ``is_covered`` is False, and then never empty.
+    """What is wrong, in words: never empty. Call it only where ``is_covered`` is False.
 
-    ``no rank has rows 3:4; rank 0 and rank 2 both have rows 5:6``. Bounded in length and, for chunks that lie wildly,
-    in time: then it counts.
+    An example: ``no rank has rows 3:4; rank 0 and rank 2 both have rows 5:6``. The text is bounded in length. So is
+    the time: for chunks that lie wildly it tells the number of elements instead of the holes.
     """
     outside = [one for one in held if _outside(size, one)]
     inside = [one for one in held if not _outside(size, one) and one.numel > 0]
@@ -66,7 +67,7 @@ def cover_problem(size: Sequence[int], held: Sequence[Held]) -> str:
 
 
 def region(spans: Sequence[Span], size: Sequence[int]) -> str:
-    """``rows 2:4, columns 0:8, dim 3 0:2``; dimensions that are there as a whole are left out."""
+    """A region in words, such as ``rows 2:4, columns 0:8, dim 3 0:2``; a dimension that is there whole is left out."""
     names = ("elements",) if len(size) == 1 else _DIMS
     told = [
         f"{names[dim] if dim < len(names) else f'dim {dim}'} {start}:{end}"
@@ -88,7 +89,7 @@ def _spans(one: Held) -> list[Span]:
 
 
 def _holes(size: Sequence[int], held: Sequence[Held], dim: int, looks: list[int]) -> Iterator[list[Span]]:
-    """Regions that none of ``held`` has: slab by slab along ``dim``. ``looks`` are counted down."""
+    """Yield the regions that none of ``held`` has, slab by slab along ``dim``. ``looks`` is counted down."""
     if dim == len(size):
         if not held:
             yield []
@@ -110,7 +111,7 @@ def _holes(size: Sequence[int], held: Sequence[Held], dim: int, looks: list[int]
         looks[0] -= len(active) + 1
         if looks[0] <= 0:
             return
-        # More than are told are not looked for: a checkerboard has as many holes as chunks.
+        # Looks for few more holes than are told: a checkerboard has as many holes as chunks.
         below = list(islice(_holes(size, active, dim + 1, looks), _MAX_TOLD + 1))
         if before and [rest for _, rest in before] == below and before[0][0][1] == start:
             before = [((span[0], end), rest) for span, rest in before]

@@ -1,9 +1,9 @@
 """The global plan of a save, made from plan tables: what torch's default planner makes, without an object per item.
 
-Replicated items go to the rank with the least to write (``_dedup_save_plans``, which counts the whole tensor for each
-chunk of it, while here a chunk counts for what it is); chunks of all ranks are put together
-and checked (``create_default_global_save_plan``; where ``_validate_global_plan`` counts, ``cover`` says which rows of
-which ranks). Values that lie alike are checked once.
+Replicated items go to the rank with the least to write, as in torch's ``_dedup_save_plans``; that counts the whole
+tensor for each of its chunks, while here a chunk counts only its own bytes. The chunks of all ranks are put together
+and checked, as in ``create_default_global_save_plan``; where ``_validate_global_plan`` only counts, ``cover`` tells
+which rows of which ranks are wrong. Values of one layout are checked once.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from ray_dcp.planning.save_plan.check_save import (
 from ray_dcp.planning.save_plan.plan_table import ItemLayout, Key, PlanTable, Ties
 
 _Extent = tuple[int, torch.Size | None]
-"""Bytes and shape of a chunk; None where it is no tensor's."""
+"""(bytes, shape) of a chunk; the shape is None where the item is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalTable:
-    """Who writes what, in rank order."""
+    """The plan of all ranks: who writes what."""
 
     tables: Sequence[PlanTable]
+    """What each rank has planned, in rank order."""
     kept: Sequence[array[int] | None]
-    """Positions in the rank's table that it writes, in order; None where that is all of it."""
+    """For each rank the positions in its table that it writes, in order; None where it writes the whole table."""
     metadata: Metadata
 
     def items(self, rank: int) -> Iterator[tuple[str, ItemLayout]]:
-        """Name and layout of what a rank writes, in the order of its final plan."""
+        """Yield name and layout of each item that ``rank`` writes, in the order of its final plan."""
         table = self.tables[rank]
         positions = range(len(table.fqns)) if self.kept[rank] is None else self.kept[rank]
         assert positions is not None
         return ((table.fqns[position], table.layouts[table.layout_of[position]]) for position in positions)
 
     def plans(self) -> list[SavePlan]:
-        """The final plans as torch has them."""
+        """The final plans in torch's form, in rank order."""
         plans = []
         for rank, indexes in enumerate(self.indexes()):
             table = self.tables[rank]
@@ -61,7 +62,10 @@ class GlobalTable:
         return plans
 
     def indexes(self) -> list[list[MetadataIndex]]:
-        """Of what each rank writes; an index's hint is the place of its chunk among those of its tensor."""
+        """The indexes of the items that each rank writes, in rank order.
+
+        An index's hint is the position of its chunk among those of its tensor.
+        """
         num_seen: dict[str, int] = {}
         indexes: list[list[MetadataIndex]] = []
         for rank in range(len(self.tables)):
@@ -83,9 +87,10 @@ def plan_tables(
     with_planner_data: bool,
     on_lowest_rank: Collection[Key] = (),
 ) -> GlobalTable:
-    """Plan a save of all ranks. ``lowest_rank``: replicated items go to the lowest rank that has them.
+    """Plan a save of all ranks.
 
-    ``on_lowest_rank``: at least these do.
+    With ``lowest_rank`` every replicated item goes to the lowest rank that has it; the items ``on_lowest_rank`` do so
+    in any case.
 
     Raises ``StateDictError`` naming every value that ranks disagree on, and every tensor that is not whole.
     """
@@ -98,7 +103,7 @@ def plan_tables(
 
 
 def _require_agreeing(tables: Sequence[PlanTable]) -> None:
-    """As ``require_agreeing_plans``, which is asked only to say what is wrong."""
+    """Check like ``require_agreeing_plans``, but quickly: that is called only to tell what is wrong."""
     kinds: dict[Any, int] = {}
     seen: dict[str, int] = {}
     agree = True
@@ -152,9 +157,10 @@ def _deduplicated(
 def _leave_out_empty_chunks(
     tables: Sequence[PlanTable], holders: dict[Key, list[int]], extents: dict[Key, _Extent]
 ) -> Collection[Key]:
-    """An empty chunk may lie where another rank has a real one, which is the one to write: those of which it was so.
+    """Drop empty chunks where another rank has a real one at the same place; return the keys where one was dropped.
 
-    Two real ones that begin at one place and end at different ones overlap: raises ``StateDictError``.
+    The real one is to be written. Raises ``StateDictError`` for two real ones that begin at one place and end at
+    different ones: they overlap.
     """
     sizes: dict[Key, dict[int, torch.Size]] = {}
     for rank, table in enumerate(tables):
@@ -184,7 +190,7 @@ def _extent(layout: ItemLayout) -> _Extent:
 
 
 def _ties_last(holders: Mapping[Key, list[int]], ties: Ties) -> Iterable[tuple[Key, list[int]]]:
-    """So that what is tied may go where what it is tied to has gone."""
+    """``holders`` with tied items at the end, so that each may go where the item that it is tied to has gone."""
     if not ties:
         return holders.items()
     tied = sorted(ties, key=lambda key: (key[0], tuple(key[1] or ())))
@@ -192,7 +198,10 @@ def _ties_last(holders: Mapping[Key, list[int]], ties: Ties) -> Iterable[tuple[K
 
 
 def _ties(tables: Sequence[PlanTable]) -> Ties:
-    """Of all ranks; those on which ranks do not agree do no harm, since each stores once only what it has once."""
+    """The ties of all ranks together.
+
+    Ties on which ranks do not agree do no harm, since each rank stores once only what it has once.
+    """
     ties: dict[Key, Key] = {}
     for table in tables:
         for key, first in table.ties.items():
@@ -213,7 +222,7 @@ def _kept(table: PlanTable, rank: int, writer: dict[Key, int]) -> array[int] | N
 
 
 def _described(planned: GlobalTable) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
-    """Of each name what ``.metadata`` says; equal layouts share one object, which keeps the file small."""
+    """What ``.metadata`` says of each name; equal layouts share one object, which keeps the file small."""
     python_object = BytesStorageMetadata()
     layouts_of: dict[str, tuple[ItemLayout, ...]] = {}
     for rank in range(len(planned.tables)):
@@ -244,7 +253,7 @@ def _tensor(layouts: Sequence[ItemLayout]) -> TensorStorageMetadata:
 
 
 def _require_whole(planned: GlobalTable, described: dict[str, Any], representatives: Sequence[str]) -> None:
-    """Check one name of each layout, and all of them where one is wrong: the error names them all, and the ranks."""
+    """Check one name of each layout, and all names where one is wrong: the error then names them all, and the ranks."""
     try:
         require_whole_tensors(Metadata({fqn: described[fqn] for fqn in representatives}))
     except StateDictError:
@@ -252,6 +261,6 @@ def _require_whole(planned: GlobalTable, described: dict[str, Any], representati
 
 
 def _merged(tables: Sequence[PlanTable]) -> dict[str, Any]:
-    """The planner data of all ranks; of a name that several have, the first one's."""
+    """The planner data of all ranks; for a name that several have, that of the first one."""
     distinct = [table.planner_data for table in tables if table.planner_data != tables[0].planner_data]
     return dict(ChainMap(tables[0].planner_data, *distinct)) if distinct else dict(tables[0].planner_data)

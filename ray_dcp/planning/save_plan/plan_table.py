@@ -1,4 +1,4 @@
-"""A rank's save plan by columns, as it travels: what many items have in common is there once."""
+"""A rank's save plan in columns, as it is sent: what many items have in common is there once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Key = tuple[str, torch.Size | None]
 """A name and the place of a chunk in its tensor."""
 
 Ties = Mapping[Key, Key]
-"""Of items of one rank that are one and the same memory: each but the first by name, and that first one."""
+"""Maps items of one rank that are one and the same memory to the first of them by name, which is not a key itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ItemLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of the chunk; 0 for what is no tensor."""
+        """Size of the chunk, in bytes; 0 for an item that is not a tensor."""
         if self.tensor_data is None:
             return 0
         return math.prod(self.tensor_data.chunk.sizes) * self.tensor_data.properties.dtype.itemsize
@@ -83,6 +83,6 @@ class PlanTable:
         )
 
     def plan(self) -> SavePlan:
-        """The plan that it was made of."""
+        """The plan that this table was made from."""
         items = [self.layouts[number].item(fqn) for fqn, number in zip(self.fqns, self.layout_of, strict=True)]
         return SavePlan(items, self.storage_data, self.planner_data, self.usable)

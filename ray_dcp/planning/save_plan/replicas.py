@@ -1,9 +1,9 @@
-"""Values that several ranks save under one name, of which one is written: are they one and the same?
+"""Compares values that several ranks save under one name, of which one is written: they should be the same.
 
 A rank sends a digest of each with its plan; the coordinator compares. Where they differ the lowest rank's value is
 written, for every name that differs, so that what is stored was together on one rank. Ranks then send the bytes that
-were looked at with their results, and the coordinator says how far they are apart. Nothing of this takes an exchange of
-its own. In DCP's terms it lies between ``create_local_plan`` and ``create_global_plan``.
+were looked at with their results, and the coordinator tells how far they are apart. None of this takes an exchange
+of its own. In DCP's terms it comes between ``create_local_plan`` and ``create_global_plan``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, ReplicaCheck
 from ray_dcp.staging.host_pieces import flat, small_content, tensor_memory
 
 NOT_LOOKED_AT = 0
-"""In place of a digest."""
+"""Stands in place of a digest for a value that was not looked at."""
 _COUNTER_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32))
 _NUM_SAMPLES, _SAMPLE_NBYTES = 16, 4096
-"""Of a tensor that is too large to be looked at as a whole."""
+"""Number of samples, and bytes of each, from a tensor that is too large to be looked at as a whole."""
 _MAX_SHOWN_NBYTES = 16 << 20
-"""A rank sends no more than about this to say how far its values are from others'."""
+"""Most bytes, about, that a rank sends to tell how far its values are from those of others."""
 _MAX_SHOWN_VALUES = 8
-"""Different values of one name that are compared to the lowest rank's."""
+"""Most different values of one name that are compared to the lowest rank's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +45,24 @@ class Differing:
 
     key: Key
     ranks: tuple[tuple[int, ...], ...]
-    """Those that hold the same, sorted; the first has the lowest rank, whose value is written."""
+    """The ranks in groups that hold the same value, sorted; the first has the lowest rank, whose value is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownReplicas:
-    """What a rank sends of values that differ: the bytes that were looked at and their dtype, by name and place."""
+    """What a rank sends of values that differ: their dtype and the bytes that were looked at, by name and place."""
 
     content: Mapping[Key, tuple[torch.dtype, bytes]] = field(default_factory=dict)
 
 
-# A rank's half.
+# The rank's half.
 
 
 def replica_digests(plan: SavePlan, planner: SavePlanner, check: ReplicaCheck) -> array[int] | None:
-    """A digest of each item of a local plan that other ranks may have too; None where there is nothing to look at.
+    """A digest for each item of a local plan, in its order; None where there is nothing to look at.
 
-    Only planners that keep the state by name can be asked: ``DefaultSavePlanner`` and what derives from it.
+    An item that no other rank can have, or that cannot be looked at, gets ``NOT_LOOKED_AT``. Only planners that keep
+    the state by name can be asked: ``DefaultSavePlanner`` and what derives from it.
     """
     if check.mode == "off" or not isinstance(planner, DefaultSavePlanner):
         return None
@@ -93,7 +94,7 @@ def replica_digests(plan: SavePlan, planner: SavePlanner, check: ReplicaCheck) -
 
 
 def shown_replicas(plan: SavePlan, planner: SavePlanner, keys: Collection[Key]) -> ShownReplicas:
-    """What this rank holds under ``keys`` of its local plan, as long as there is not too much of it."""
+    """The tensors that this rank holds under ``keys`` of its local plan, up to a limit in bytes."""
     content: dict[Key, tuple[torch.dtype, bytes]] = {}
     nbytes = 0
     unsharded = _Unsharded()
@@ -127,7 +128,7 @@ class _Unsharded:
 
 
 def _replica(item: WriteItem, value: Any, planner: DefaultSavePlanner, unsharded: _Unsharded) -> torch.Tensor | None:
-    """The tensor that ``item`` writes, where others may hold it too."""
+    """The tensor that ``item`` writes, where other ranks may hold it too; else None."""
     if isinstance(value, DTensor) and not unsharded(value):
         return None
     local = local_part(value)
@@ -147,7 +148,7 @@ def _object_digest(fqn: str, value: Any) -> int:
 
 
 def _looked_at(tensor: torch.Tensor, max_nbytes: int | None) -> bytes | memoryview | None:
-    """All of a CPU tensor of at most ``max_nbytes``, samples of a larger one; None where it does not lie in order."""
+    """All bytes of a CPU tensor of at most ``max_nbytes``, samples of a larger one; None if that is not in order."""
     nbytes = tensor.nbytes
     if max_nbytes is None or nbytes <= max_nbytes:
         return small_content(tensor)
@@ -158,13 +159,13 @@ def _looked_at(tensor: torch.Tensor, max_nbytes: int | None) -> bytes | memoryvi
 
 
 def _sample_starts(nbytes: int) -> Iterable[int]:
-    """Spread over all of the tensor, at multiples of every element's size."""
+    """The starts of the samples, in bytes: spread over the whole tensor, at multiples of every element's size."""
     step = (nbytes - _SAMPLE_NBYTES) // (_NUM_SAMPLES - 1) // 64 * 64
     return range(0, _NUM_SAMPLES * step, step)
 
 
 def _from_devices(tensors: Sequence[tuple[int, torch.Tensor]], max_nbytes: int | None) -> list[tuple[int, bytes]]:
-    """The same of tensors anywhere, brought to the host together."""
+    """The looked-at bytes of tensors on any device, which come to the host together; (number, bytes) of each."""
     found: list[tuple[int, bytes]] = []
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in tensors:
@@ -185,7 +186,7 @@ def _from_devices(tensors: Sequence[tuple[int, torch.Tensor]], max_nbytes: int |
 
 
 def _flat_sample(tensor: torch.Tensor, max_nbytes: int | None) -> torch.Tensor | None:
-    """``_looked_at`` of a tensor on a device, as bytes that are still there."""
+    """The bytes that ``_looked_at`` would give for a tensor on a device, left there."""
     if max_nbytes is None or tensor.nbytes <= max_nbytes:
         return flat(tensor.detach().resolve_conj().resolve_neg().contiguous()).view(torch.uint8)
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -199,7 +200,7 @@ def _flat_sample(tensor: torch.Tensor, max_nbytes: int | None) -> torch.Tensor |
 
 @dataclass(frozen=True, slots=True)
 class HeldReplicas:
-    """What a rank has planned, by columns, with the digest of each item."""
+    """The items that a rank has planned, in columns, with the digest of each."""
 
     fqns: Sequence[str]
     offsets: Sequence[torch.Size | None]
@@ -216,7 +217,7 @@ class HeldReplicas:
 def find_differing(
     plans: Sequence[SavePlan | PlanTable], digests_of: Sequence[array[int] | None]
 ) -> tuple[Differing, ...]:
-    """What ranks hold different values of, sorted by name; lists are in rank order."""
+    """The names and chunks of which ranks hold different values, sorted by name. Both arguments are in rank order."""
     distinct: list[tuple[HeldReplicas, list[int]]] = []
     for rank, (plan, digests) in enumerate(zip(plans, digests_of, strict=True)):
         if digests is None:
@@ -249,7 +250,7 @@ def _looked_at_in(held: HeldReplicas) -> Iterator[tuple[Key, int]]:
 
 
 def keys_to_show(differing: Sequence[Differing]) -> Mapping[int, Collection[Key]]:
-    """Of which values each rank is to show its own: one rank for each different value is enough."""
+    """The values that each rank is to show, by rank: one rank for each different value is enough."""
     by_rank: dict[int, set[Key]] = {}
     for one in differing:
         for ranks in one.ranks[: _MAX_SHOWN_VALUES + 1]:
@@ -258,7 +259,10 @@ def keys_to_show(differing: Sequence[Differing]) -> Mapping[int, Collection[Key]
 
 
 def describe_differing(differing: Sequence[Differing], shown: Sequence[ShownReplicas]) -> list[DifferingReplicas]:
-    """By name, with how far the values shown are apart; ``shown`` by rank."""
+    """What the manifest records of them, by name: who holds what, and how far the values shown are apart.
+
+    ``shown`` is in rank order, or empty.
+    """
     by_name: dict[str, list[tuple[Differing, float | None]]] = {}
     for one in differing:
         by_name.setdefault(one.key[0], []).append((one, _largest_difference(one, shown)))
@@ -273,14 +277,17 @@ def describe_differing(differing: Sequence[Differing], shown: Sequence[ShownRepl
 
 
 def refusals(differing: Sequence[Differing]) -> list[str]:
-    """A line for each name, as an error lists them."""
+    """A line for each name, for an error that lists them."""
     return [
         f"{one.fqn}: {ranks_by_value(one.ranks)} hold different values" for one in describe_differing(differing, ())
     ]
 
 
 def _largest_difference(one: Differing, shown: Sequence[ShownReplicas]) -> float | None:
-    """Between the lowest rank's value and any other; None for what is no tensor or was not shown."""
+    """The largest difference of an element between the lowest rank's value and any other.
+
+    None where the values are not tensors or were not shown.
+    """
     if not shown:
         return None
     values = [shown[ranks[0]].content.get(one.key) for ranks in one.ranks[: _MAX_SHOWN_VALUES + 1]]

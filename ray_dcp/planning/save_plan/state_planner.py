@@ -1,4 +1,4 @@
-"""The plan of what a rank hands over, with Python values pickled once.
+"""Plans the save of what a rank hands over, with Python values pickled once.
 
 ``StatePlanner`` is the save planner where the user gives none. It pickles the Python objects of the local plan
 while planning, so that a value that cannot be pickled is found before any rank writes a byte.
@@ -42,21 +42,22 @@ from ray_dcp.torch_private import (
 
 
 class StatePlanner(DefaultSavePlanner):
-    """torch's default planner, with Python objects pickled (and so frozen) when the local plan is made."""
+    """Torch's default planner, but Python objects are pickled (and so frozen) when the local plan is made."""
 
     def __init__(self, *, stands_for: DefaultSavePlanner | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._pickled: dict[str, bytes] = {}
         self._foreign: dict[str, set[str]] = {}
         self.ties: Ties = {}
-        """Of the local plan."""
+        """The ties of the local plan."""
         self.stands_for = stands_for
-        """torch's default planner that the user passed: it has afterwards what torch leaves on it."""
+        """torch's default planner that the user passed, if any: it gets what torch would leave on it."""
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As torch's; the planner that the user passed has by now what torch leaves on it on every rank.
+        """Keep the final plan, as torch's method does, and warn of classes that a load will refuse.
 
-        Of a value that every rank has, the one warns that writes it.
+        For a value that every rank has, the rank that writes it warns. The planner that the user passed gets what torch
+        leaves on it, on every rank.
         """
         self.plan = new_plan
         if self._foreign:
@@ -69,7 +70,7 @@ class StatePlanner(DefaultSavePlanner):
 
     @property
     def resolves_in_place(self) -> bool:
-        """Whether ``resolve_data`` makes nothing large: it may be called long before the data is written."""
+        """Whether ``resolve_data`` makes nothing large, so that it may be called long before the data is written."""
         return type(self).resolve_data is StatePlanner.resolve_data
 
     def set_up_planner(
@@ -85,7 +86,7 @@ class StatePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """As torch's; everything that cannot be saved is named at once."""
+        """Plan as torch's method does; raises ``StateDictError`` that names everything that cannot be saved at once."""
         layouts, memory = WriteLayouts(), SeenMemory()
         items: list[WriteItem] = []
         problems = unstorable_names(self.state_dict)
@@ -120,7 +121,10 @@ class StatePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As torch's, which tells of its own checks in 500 characters; this names every tensor that fails them."""
+        """Plan as torch's method does, but name every tensor that fails a check.
+
+        torch tells of its own checks in 500 characters.
+        """
         planned = self.create_global_table([PlanTable.of(plan) for plan in all_plans])
         self.global_plan, self.metadata = planned.plans(), planned.metadata
         return self.global_plan, self.metadata
@@ -128,7 +132,7 @@ class StatePlanner(DefaultSavePlanner):
     def create_global_table(
         self, tables: Sequence[PlanTable], on_lowest_rank: Collection[tuple[str, torch.Size | None]] = ()
     ) -> GlobalTable:
-        """The same from tables to tables. What is named in ``on_lowest_rank`` is written by the lowest that has it."""
+        """Plan like ``create_global_plan``, in tables; items ``on_lowest_rank`` go to the lowest rank that has them."""
         return plan_tables(
             tables,
             lowest_rank=self.dedup_save_to_lowest_rank,
@@ -137,7 +141,7 @@ class StatePlanner(DefaultSavePlanner):
         )
 
     def _other_items(self, fqn: str, value: Any) -> list[WriteItem]:
-        """Of what is neither a plain tensor nor a plain DTensor."""
+        """The write items of a value that is neither a plain tensor nor a plain DTensor."""
         if type(value) in _PYTHON:
             return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
         if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
@@ -145,7 +149,7 @@ class StatePlanner(DefaultSavePlanner):
         return list(create_write_items(fqn, value))
 
     def _item_problems(self, item: WriteItem) -> Iterator[str]:
-        """Why an item cannot be saved; a Python object that can be is pickled on the way."""
+        """Yield a line where an item cannot be saved; a Python object that can be saved is pickled on the way."""
         fqn, value = item.index.fqn, self.lookup_object(item.index)
         if item.type != WriteItemType.BYTE_IO:
             problem = tensor_problem(value)
@@ -170,7 +174,7 @@ class StatePlanner(DefaultSavePlanner):
 
 
 def tensor_problem(tensor: torch.Tensor) -> str | None:
-    """Why the bytes of ``tensor`` are not its values, or None."""
+    """The reason why the bytes of ``tensor`` are not its values; None where they are."""
     if tensor.device.type == "meta":
         return "a meta tensor has no values to save"
     if tensor.layout != torch.strided or tensor.is_nested:
@@ -193,7 +197,7 @@ _STORABLE_DTYPES = dtype_to_storage_type().keys() | new_dtypes()
 
 
 def _holds_sharded_tensor(state: Any, *, walked: bool) -> bool:
-    """Whether there is one in a dict, or, ``walked``, in what dicts and lists in it lead to."""
+    """Whether a dict holds a ``ShardedTensor``; if ``walked``, also in the dicts and lists within it."""
     return any(
         isinstance(value, ShardedTensor)
         or (walked and isinstance(value, Mapping | list) and _holds_sharded_tensor(value, walked=True))
@@ -209,7 +213,7 @@ def _no_items(value: Any, error: Exception) -> str:
 
 
 def _python_problem(fqn: str, value: Any, error: Exception) -> str:
-    """What is wrong with a Python value, as a line of the list of problems; ``error`` is what pickling it raised."""
+    """The line of the list of problems for a Python value; ``error`` is what pickling it raised."""
     if is_per_rank_name(fqn) and type(value) is tuple and len(value) == 1:
         fqn, value = per_rank_fqn(fqn), value[0]
     if isinstance(error, HiddenPartError):
@@ -218,9 +222,10 @@ def _python_problem(fqn: str, value: Any, error: Exception) -> str:
 
 
 def require_storable(planner: SavePlanner, plan: SavePlan, state: Mapping[str, Any]) -> None:
-    """Raise ``StateDictError`` for what can be told of any planner's local plan: all of it, by name.
+    """Raise ``StateDictError`` naming everything that can be told to be wrong in any planner's local plan.
 
-    Names that are no text; and what would be lost in a Python value, as far as it is known what the planner pickles.
+    That is names that are not valid text, and what would be lost in a Python value, as far as it is known what the
+    planner pickles.
     """
     problems = unstorable_names(item.index.fqn for item in plan.items)
     if not isinstance(planner, DefaultSavePlanner):
@@ -260,7 +265,7 @@ def _pickles_as_torch(planner: DefaultSavePlanner) -> bool:
 
 
 def _per_rank_in_tuples(value: Any, fqn: str) -> list[str]:
-    """No planner looks for values in tuples."""
+    """The problems of ``PerRank`` values in tuples: no planner looks for values there."""
     if type(value) in LEAVES or not isinstance(value, Mapping | list | tuple):
         return []
     if isinstance(value, tuple):
@@ -283,10 +288,10 @@ def _one_ranks_values(value: Any, fqn: str) -> Iterator[str]:
 
 @contextmanager
 def plan_cache_off(planner: Any) -> Iterator[None]:
-    """Within it torch's plan cache is off for ``planner``.
+    """Turn torch's plan cache off for ``planner``, within the block.
 
     That cache lives in class attributes of one process and ignores dtypes; here the global plan is made in another
-    process, so a cached plan would stand for nothing. Correctness first: every save plans anew.
+    process, so a cached plan would mean nothing. Correctness first: every save plans anew.
     """
     enabled = getattr(planner, "_enable_plan_caching", False)
     if enabled:
@@ -299,7 +304,7 @@ def plan_cache_off(planner: Any) -> Iterator[None]:
 
 
 def for_global_step(planner: Any) -> Any:
-    """What the coordinator needs of ``planner``: all of a user's, but only the settings of ray_dcp's own."""
+    """What the coordinator needs of ``planner``: a user's planner as it is, but only the settings of ray_dcp's own."""
     if type(planner) is not StatePlanner:
         return planner
     return StatePlanner(

@@ -20,11 +20,11 @@ from ray_dcp.format.scalar_record import PYTHON_SCALARS
 from ray_dcp.staging.host_pieces import host_pieces
 
 _MARSHAL_VERSION = 2
-"""Of later ones the bytes depend on which objects are one and the same."""
+"""Version of ``marshal``'s format: in later ones the bytes depend on which objects are one and the same."""
 
 
 class NoDigestError(Exception):
-    """The value cannot be taken apart."""
+    """A value cannot be taken apart, so it has no digest."""
 
 
 def scalar_digest(value: Any) -> int:

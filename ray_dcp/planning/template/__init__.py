@@ -1,1 +1,1 @@
-"""Templates: what a load fills, how that compares with what is stored. Begin with ``template_planner``."""
+"""Templates: what a load fills, and how that compares with what is stored. Begin with ``template_planner``."""

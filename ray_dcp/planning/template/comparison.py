@@ -1,4 +1,4 @@
-"""How a template compares with a checkpoint, name by name, and what to tell whoever asked for too much."""
+"""Compares a template with a checkpoint, name by name, and says what to tell whoever asked for too much."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ray_dcp.planning.template.template_memory import is_meta
 from ray_dcp.wording import joined
 
 _MAX_NAMED_PARTS = 5
-"""Of each side, where a message shows what both have."""
+"""Most names of each side in a message that shows what both have."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateCheck:
     """How a rank's template compares with a checkpoint. All lists are sorted.
 
-    What is missing or unexpected has the name of its ``PerRank``, not that of one rank's value.
+    Missing and unexpected values of a ``PerRank`` go by its name, not by that of one rank's value.
     """
 
     wanted: tuple[str, ...]
@@ -34,19 +34,19 @@ class TemplateCheck:
     problems: tuple[str, ...]
     """One line for each shape, kind or dtype that differs, and each region that no stored chunk covers."""
     lacking: tuple[str, ...] = ()
-    """A line for each name that the checkpoint lacks, in case that is refused."""
+    """A line for each name that the checkpoint lacks, for the case that this is refused."""
     advice: str = ""
-    """What may have been meant by them; empty where nothing comes near."""
+    """What may have been meant by the missing names; empty where nothing comes near."""
     finds: bool = True
-    """Whether anything that the template has is in the checkpoint, or it asks for nothing."""
+    """Whether the checkpoint has any of the template's names; True also for a template that asks for nothing."""
 
 
 ASKS_NOTHING = "The state dict that was passed is empty, so nothing is asked for"
-"""How the advice begins for a rank that may do so while others load."""
+"""The begin of the advice for a rank that asks for nothing, as it may while others load."""
 
 
 def asking_nothing(check: TemplateCheck, names: Iterable[str]) -> TemplateCheck:
-    """``check`` of a template that is empty as a whole, while the checkpoint has values under ``names``."""
+    """``check``, made for an empty template, with advice; the checkpoint has values under ``names``."""
     tops = sorted({name.partition(".")[0] for name in names})
     if not tops:
         return check
@@ -57,7 +57,7 @@ def asking_nothing(check: TemplateCheck, names: Iterable[str]) -> TemplateCheck:
 
 
 def without_names(check: TemplateCheck | None) -> TemplateCheck | None:
-    """``check`` as the coordinator needs it: the names that are right are of no interest there."""
+    """``check`` as the coordinator needs it: without the names that are in both."""
     return None if check is None else replace(check, wanted=())
 
 
@@ -71,11 +71,12 @@ def compare(
     knows_empty: bool,
     strict: bool,
 ) -> TemplateCheck:
-    """``template`` by names, with what is filled in empty places, against a checkpoint.
+    """Compare ``template``, by names and with what is filled in empty places, with a checkpoint.
 
-    ``problems`` are those found so far; ``tied`` are names of tensors that are filled under another one; ``empty`` the
-    places that stay empty, which is no fault where the checkpoint does not say which were. Names that come near are
-    looked for only where missing ones are refused.
+    ``problems`` are those found so far, ``tied`` the names of tensors that are filled under another name, and ``empty``
+    the places that stay empty; these count as missing only where the checkpoint tells which places were empty
+    (``knows_empty``). Names that come near are looked for only where missing ones are refused (``strict``) or where
+    nothing at all is found.
     """
     saved = metadata.state_dict_metadata
     wanted = (template.keys() & saved.keys()).union(tied)
@@ -123,7 +124,7 @@ def compare(
 
 
 def _of_ranks(fqn: str, world_sizes: Mapping[str, int]) -> str:
-    """What to tell of an empty place whose values are those of single ranks, of another number; else nothing."""
+    """The line for an empty place whose values were saved by another number of ranks, one each; else an empty text."""
     base = next((base for base in sorted(world_sizes) if base.startswith(f"{fqn}.")), None)
     if base is None:
         return ""

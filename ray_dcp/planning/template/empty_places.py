@@ -1,4 +1,4 @@
-"""What a template is still empty of: containers, and ``None``, under which the checkpoint has names.
+"""Fills the empty places of a template: empty containers, and ``None``, under which the checkpoint has names.
 
 An optimizer before its first step gives ``state: {}``, a data loader before its first batch ``{}``. What the checkpoint
 has below such a place is loaded whole: values of their stored kind, tensors on CPU with their stored shape and dtype,
@@ -20,7 +20,7 @@ from ray_dcp.planning.values.containers import MAX_INDEX, NO_KEYS, Containers, i
 from ray_dcp.planning.values.flat import LEAVES
 
 Path = tuple[Any, ...]
-"""Keys of mappings and positions in lists, as they are in the template."""
+"""The keys of mappings and positions in lists that lead to a value, as they are in the template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class EmptyPlace:
     """An empty mapping or list, or ``None``, in a template."""
 
     container: Any
-    """What it lies in."""
+    """The mapping or list that the place is in."""
     key: Any
     fqn: str
 
@@ -39,7 +39,7 @@ class EmptyPlace:
 
 @dataclass(frozen=True, slots=True)
 class _Grown:
-    """Below one place: the path of each value there, by its name."""
+    """One place that is filled, and the path below it of each value that it gets, by the value's name."""
 
     place: EmptyPlace
     paths: dict[str, Path]
@@ -48,7 +48,7 @@ class _Grown:
 
 
 class Growth:
-    """What one load puts into empty places of its template, on this rank."""
+    """The values that one load puts into empty places of its template, on this rank."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Growth:
     ) -> None:
         """``empty`` are places that the checkpoint has no value for, ``names`` its values that the template lacks.
 
-        ``containers`` is what the manifest says of mappings, if anything; ``saved_empty`` are those without a key.
+        ``containers`` is what the manifest says of mappings, if anything; ``saved_empty`` names those without a key.
         """
         self._grown: list[_Grown] = []
         self._per_rank: set[str] = set()
@@ -87,7 +87,7 @@ class Growth:
                 self._grown.append(_Grown(place, paths, self._above(paths)))
 
     def _above(self, paths: Mapping[str, Path]) -> Path | None:
-        """Where what lies at ``paths`` was in the saved state, if all of it was at one place."""
+        """The path in the saved state above all of ``paths``; None where they were not all at one place."""
         found = set()
         for fqn, path in paths.items():
             whole = tuple(self._stored_paths.get(fqn, ()))
@@ -96,7 +96,7 @@ class Growth:
         return found.pop() if len(found) == 1 else None
 
     def _paths_below(self, place: EmptyPlace, ordered: Sequence[str]) -> dict[str, Path]:
-        """In the order in which they were saved."""
+        """The path below ``place`` of each value there, by its name, in the order in which the values were saved."""
         paths: dict[str, Path] = {}
         for fqn in sorted(_below(ordered, place.fqn), key=self._position.__getitem__):
             path = _rest_of_path(fqn[len(place.fqn) + 1 :], self._stored_paths.get(fqn))
@@ -109,12 +109,12 @@ class Growth:
 
     @property
     def names(self) -> set[str]:
-        """Of all stored values that are put somewhere."""
+        """The names of all stored values that are put somewhere."""
         return {fqn for grown in self._grown for fqn in grown.paths}
 
     @property
     def places(self) -> set[str]:
-        """The names of what is then no longer empty."""
+        """The names of the places that are filled."""
         return {grown.place.fqn for grown in self._grown}
 
     def problems(self, assignments: Assignments) -> list[str]:
@@ -163,7 +163,7 @@ def saved_empty_names(containers: Containers) -> list[str]:
 
 
 def empty_places(value: Any, prefix: str) -> Iterator[EmptyPlace]:
-    """Below ``value``, in mappings and lists; never ``value`` itself."""
+    """Yield the empty places below ``value``, in mappings and lists; never ``value`` itself."""
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in list(entries):
         if entry is None:
@@ -177,7 +177,7 @@ def empty_places(value: Any, prefix: str) -> Iterator[EmptyPlace]:
 
 
 def _below(ordered: Sequence[str], fqn: str) -> Iterator[str]:
-    """Of sorted names, those that begin with ``fqn`` and a dot."""
+    """Yield those of the sorted names ``ordered`` that begin with ``fqn`` and a dot."""
     prefix = f"{fqn}."
     for number in range(bisect.bisect_left(ordered, prefix), len(ordered)):
         if not ordered[number].startswith(prefix):
@@ -186,9 +186,9 @@ def _below(ordered: Sequence[str], fqn: str) -> Iterator[str]:
 
 
 def _rest_of_path(rest: str, path: Any) -> Path:
-    """``path``, of a stored name, as far as ``rest``, the end of what it is called here, goes back.
+    """The end of ``path``, a value's stored path, that ``rest`` spells; ``rest`` is the end of the value's name here.
 
-    What no part of the path prints as is one key: so is all of it where nobody has kept the path.
+    A begin of ``rest`` that no part of the path prints as is one key; so is all of it where no path was kept.
     """
     parts: list[Any] = []
     for part in reversed(path if isinstance(path, tuple | list) else ()):
@@ -203,7 +203,7 @@ def _rest_of_path(rest: str, path: Any) -> Path:
 
 
 def _built(entries: Sequence[tuple[Path, Any]]) -> Any:
-    """Nested containers with each value at its path; what is not loaded of a list is None there."""
+    """Nested containers with each value at its path; places of a list that are not loaded are None."""
     if not entries[0][0]:
         return entries[0][1]
     below: dict[Any, list[tuple[Path, Any]]] = {}
@@ -216,7 +216,7 @@ def _built(entries: Sequence[tuple[Path, Any]]) -> Any:
 
 
 def _restore_param_numbers(state: Any) -> None:
-    """Give an optimizer's ``state`` the numbers of its parameters as keys, which stored paths have as text.
+    """Give an optimizer's ``state`` the numbers of its parameters as keys; stored paths have them as text.
 
     ``load_state_dict`` of a torch optimizer would keep ``"0"`` beside parameter 0, and start its momentum anew.
     """

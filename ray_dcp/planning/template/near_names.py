@@ -1,4 +1,4 @@
-"""What somebody may have meant by names that a checkpoint lacks. Only looked for when a load is refused."""
+"""Guesses what was meant by names that a checkpoint lacks; called only when a load is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 _MAX_SAMPLED = 16
 _MAX_COMPARED = 5
 _MAX_CANDIDATES = 1000
-"""By letters, each of a few names with these: a tenth of a second at most."""
+"""Most names that each of a few names is compared with letter by letter: a tenth of a second at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class OtherPrefix:
     stored: str
     wanted: str
     num_found: int
-    """Of the missing names, by this rule."""
+    """Number of the missing names that are found by this rule."""
 
     def __str__(self) -> str:
         pattern = f"^{re.escape(self.stored)}"
@@ -28,7 +28,7 @@ class OtherPrefix:
 
 
 def other_prefix(missing: Collection[str], others: Collection[str]) -> OtherPrefix | None:
-    """The prefixes that best explain why ``missing`` are not among ``others``; None where that helps little."""
+    """The prefixes that best explain why ``missing`` are not among ``others``; None where they explain under half."""
     names = sorted(missing)
     sampled = names[:: max(1, len(names) // _MAX_SAMPLED)][:_MAX_SAMPLED]
     held = others if isinstance(others, set | frozenset) else set(others)
@@ -46,7 +46,7 @@ def other_prefix(missing: Collection[str], others: Collection[str]) -> OtherPref
 
 
 def nearest(missing: Collection[str], others: Collection[str]) -> dict[str, str]:
-    """For the first few of ``missing``, the name of ``others`` that is written most alike, where one is."""
+    """The name of ``others`` that is written most alike, if any is close, for each of the first few of ``missing``."""
     near: dict[str, str] = {}
     ordered = sorted(others)
     for name in sorted(missing)[:_MAX_COMPARED]:
@@ -60,7 +60,7 @@ def nearest(missing: Collection[str], others: Collection[str]) -> dict[str, str]
 
 
 def _same_ends(sampled: Sequence[str], others: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Each sampled name with one of ``others`` that has as many of its last parts as any has."""
+    """Yield each sampled name with the one of ``others`` that shares the most last parts with it, if any does."""
     ends = {end for name in sampled for end in _ends(name)}
     with_end: dict[str, str] = {}
     for other in others:
@@ -78,7 +78,7 @@ def _sooner(name: str, than: str) -> bool:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """The name, then without its first part, and so on."""
+    """Yield the name, then the name without its first part, and so on."""
     yield name
     while "." in name:
         name = name.partition(".")[2]
@@ -86,7 +86,7 @@ def _ends(name: str) -> Iterator[str]:
 
 
 def _prefixes(name: str, other: str) -> tuple[str, str]:
-    """What stands before the parts that both end with: (of other, of name); ends in a dot unless empty."""
+    """(of ``other``, of ``name``): what stands before the last parts that both share; ends in a dot unless empty."""
     own, others = name.split("."), other.split(".")
     same = 0
     while same < min(len(own), len(others)) and own[-1 - same] == others[-1 - same]:

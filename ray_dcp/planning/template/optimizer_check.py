@@ -1,6 +1,6 @@
-"""Whether torch's ``Optimizer.load_state_dict`` will take what a load is going to hand it.
+"""Checks whether torch's ``Optimizer.load_state_dict`` will take what a load is going to hand it.
 
-It refuses other numbers of groups and parameters, but is asked when all tensors are filled; so that is looked at here.
+That refuses other numbers of groups and parameters, but only when all tensors are filled; so this looks before.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 def optimizer_problems(
     statefuls: Iterable[tuple[str, Any]], names: Iterable[str], decoded: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """A line for each optimizer of ``statefuls`` whose groups are others than the stored ones.
+    """A line for each way in which the groups of an optimizer of ``statefuls`` differ from the stored ones.
 
-    ``names`` are those of the checkpoint, ``decoded`` its Python values that go into this template. More groups in the
-    checkpoint than in the optimizer are left out where not ``strict``.
+    ``names`` are those of the checkpoint, ``decoded`` its Python values that go into this template. Groups that
+    only the checkpoint has are ignored where not ``strict``.
     """
     optimizers = [(fqn, one) for fqn, one in statefuls if _is_plain(one)]
     if not optimizers:
@@ -38,7 +38,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _problems(own: Sequence[int], fqn: str, names: Sequence[str], decoded: Mapping[str, Any]) -> list[str]:
-    """``own``: how many parameters each group of the optimizer has."""
+    """The differences of one optimizer; ``own`` has the number of parameters of each of its groups."""
     whole = decoded.get(fqn)  # as torch before 2.4 stored it
     if isinstance(whole, list):
         stored = [_num_params(group.get("params") if isinstance(group, Mapping) else None) for group in whole]

@@ -1,4 +1,4 @@
-"""Tensors of a template that share memory: a load is right only where the values stored for them agree.
+"""Finds tensors of a template that share memory: a load is right only where the values stored for them agree.
 
 Tied weights are one tensor under two names; views of one buffer may overlap. Whichever is filled last would win.
 """
@@ -20,15 +20,15 @@ from ray_dcp.planning.template.template_memory import is_meta, local_tensors
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Names whose tensors lie, or may lie, in part at one place."""
+    """Names whose tensors share some memory, or may do so."""
 
     fqns: tuple[str, ...]
     is_tied: bool
-    """Whether all are one tensor, whole and in one layout."""
+    """Whether all of them are one tensor, whole and in one layout."""
 
 
 def memory_identity(value: torch.Tensor) -> Hashable:
-    """Equal for tensors that are the same elements at the same place, also where neither has memory."""
+    """A key that is equal for tensors that are the same elements at the same place, also where neither has memory."""
     local = local_part(value)
     if local is None:
         return id(value)
@@ -38,9 +38,9 @@ def memory_identity(value: torch.Tensor) -> Hashable:
 
 
 def shared_memory(values: Mapping[str, torch.Tensor]) -> list[SharedMemory]:
-    """Which of ``values``, all to be filled, share memory on this rank; quick where none do.
+    """The names in ``values``, all to be filled, that share memory on this rank; quick where none do.
 
-    Of those on meta only such as are one tensor.
+    Tensors on meta are told of only where several names have one tensor.
     """
     fqns, tensors = list(values), list(map(local_part, values.values()))
     if any(tensor is None for tensor in tensors):
@@ -72,7 +72,7 @@ def shared_memory(values: Mapping[str, torch.Tensor]) -> list[SharedMemory]:
 
 
 def tied_to(values: Mapping[str, Any], wanted: Collection[str], lacking: Iterable[str]) -> set[str]:
-    """Of ``lacking``, which no checkpoint fills: those that are the tensor of a name that is filled."""
+    """Those of ``lacking``, which the checkpoint does not fill, that are the tensor of a name that it does fill."""
     tensors = {fqn: value for fqn in lacking if isinstance(value := values[fqn], torch.Tensor)}
     if not tensors:
         return set()
@@ -96,7 +96,7 @@ def _tied_on_meta(values: Mapping[str, torch.Tensor]) -> list[SharedMemory]:
 
 
 def reach(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to behind its last one."""
+    """Number of bytes from the tensor's first element to behind its last one."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes
     last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -104,7 +104,7 @@ def reach(tensor: torch.Tensor) -> int:
 
 
 def _touching(numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """``numbers``, whose ranges of memory meet, in groups of which the elements meet too."""
+    """Split ``numbers``, whose ranges of memory meet, into groups whose elements meet too; lone ones are left out."""
     groups: list[list[int]] = []
     for number in numbers:
         met = [group for group in groups if any(_may_share(tensors[number], tensors[other]) for other in group)]
@@ -114,7 +114,7 @@ def _touching(numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[l
 
 
 def _may_share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have an element in common; True as well where that is not easily told."""
+    """Whether two tensors have an element in common; True also where that is not easily told."""
     if one.device != other.device:
         return False
     first, second = sorted((one, other), key=lambda tensor: tensor.data_ptr())
@@ -126,7 +126,10 @@ def _may_share(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _boxes_meet(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Of two views with the same strides, as cuts of one larger tensor; True where they are none."""
+    """Whether two views with the same strides meet, seen as cuts of one larger tensor.
+
+    True also where they cannot be seen so.
+    """
     between, odd = divmod(second.data_ptr() - first.data_ptr(), first.itemsize)
     dims = sorted(range(first.dim()), key=first.stride, reverse=True)
     strides = [first.stride(dim) for dim in dims]

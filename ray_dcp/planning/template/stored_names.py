@@ -1,4 +1,4 @@
-"""Which stored names a load sees, and what it calls them: ``only``, ``skip`` and ``rename``."""
+"""The stored names that a load sees, and what it calls them: ``only``, ``skip`` and ``rename``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ray_dcp.errors import ConfigError, StateDictError
 from ray_dcp.wording import joined
 
 Rename = Mapping[str, str] | Callable[[str], str]
-"""{regular expression: replacement}, each applied in order as ``re.sub`` does; or (stored name) -> name."""
+"""{regular expression: replacement}, each applied in order as by ``re.sub``; or a function (stored name) -> name."""
 
 
 class NameChoice:
-    """What the caller of a load asked for, checked.
+    """The names that the caller of a load asked for, checked.
 
     A pattern of ``only`` and ``skip`` is a name, the first parts of names (``model`` also means ``model.norm.weight``),
     or a shell pattern of a whole name (``*.bias``). They are about names as the template has them, so after ``rename``.
@@ -32,7 +32,7 @@ class NameChoice:
         skip: str | Collection[str] | None = None,
         rename: Rename | None = None,
     ) -> None:
-        """Raises ``ConfigError``."""
+        """Raises ``ConfigError`` for patterns and renames that are not valid."""
         self.only = _patterns("only", only)
         self.skip = _patterns("skip", skip)
         if only is not None and not self.only:
@@ -47,7 +47,7 @@ class NameChoice:
 
     @property
     def renames(self) -> bool:
-        """Whether the caller says what stored names are called."""
+        """Whether the caller gave ``rename``."""
         return self._rename is not None
 
     def takes(self, fqn: str) -> bool:
@@ -83,12 +83,12 @@ class SeenNames:
     """A checkpoint as its load sees it."""
 
     metadata: Metadata
-    """With the names that are taken, as they are called here."""
+    """The checkpoint's metadata with only the names that are taken, as they are called here."""
     stored: Mapping[str, str] | None
-    """Those names to the stored ones; None where they are the same."""
+    """The stored name of each of those names; None where all are the same."""
 
     def stored_plan(self, plan: LoadPlan) -> LoadPlan:
-        """``plan``, made for these names, for a reader that knows the stored ones."""
+        """``plan``, which is made for these names, with the stored names that a reader knows."""
         stored = self.stored
         if stored is None:
             return plan
@@ -100,7 +100,7 @@ class SeenNames:
 
 
 def seen_names(metadata: Metadata, choice: NameChoice) -> SeenNames:
-    """``metadata`` by ``choice``. Raises ``StateDictError`` where two stored names get one."""
+    """``metadata`` as ``choice`` has it. Raises ``StateDictError`` where two stored names get one name."""
     if choice.is_everything:
         return SeenNames(metadata, None)
     saved = metadata.state_dict_metadata
@@ -136,7 +136,7 @@ def _patterns(setting: str, patterns: str | Collection[str] | None) -> dict[str,
     listed = [patterns] if isinstance(patterns, str) else list(patterns or ())
     for pattern in listed:
         if not isinstance(pattern, str) or not pattern:
-            raise ConfigError(setting, f"{pattern!r} is no name and no pattern of names")
+            raise ConfigError(setting, f"{pattern!r} is neither a name nor a pattern of names")
     return {pattern: _compiled(pattern) for pattern in listed}
 
 
@@ -171,9 +171,10 @@ def _renaming(rename: Rename | None) -> Callable[[str], str] | None:
 
 
 def matched_names(seen: SeenNames, metadata: Metadata, choice: NameChoice, flat: Mapping[str, Any]) -> SeenNames:
-    """Return ``seen`` as the template ``flat`` names it, whose values lie below one key: ``{"model": model}``.
+    """``seen`` with its names below the one key of the template ``flat``, as in ``{"model": model}``, where that fits.
 
-    Where more names are found without that key, stored names get it: files of Hugging Face have no name for the model.
+    It does where more names of the template are found without that key: files of Hugging Face have no name for the
+    model. Else ``seen`` is returned as it is.
     """
     tops = {fqn.partition(".")[0] for fqn in flat}
     prefix = f"{next(iter(tops))}." if len(tops) == 1 else ""
@@ -187,7 +188,7 @@ def matched_names(seen: SeenNames, metadata: Metadata, choice: NameChoice, flat:
 def _as_name(rename: Callable[[str], str], fqn: str) -> str:
     name = rename(fqn)
     if not isinstance(name, str):
-        raise ConfigError("rename", f"gives {name!r} for {fqn!r}, which is no name")
+        raise ConfigError("rename", f"gives {name!r} for {fqn!r}, which is not a name")
     return name
 
 

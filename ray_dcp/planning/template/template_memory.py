@@ -1,4 +1,4 @@
-"""The memory of a template's tensors: what cannot be filled, and what has none yet."""
+"""The memory of a template's tensors: which of them cannot be filled, and which have no memory yet."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from ray_dcp.torch_private import ShardedTensor
 
 
 class TemplateMemory:
-    """The tensors of one load that have no memory yet: those on meta, and those that the template has nothing for."""
+    """The tensors of one load that have no memory yet: those on meta, and those that the template has no place for."""
 
     def __init__(self) -> None:
         self._on_meta: dict[str, torch.Tensor] = {}
         self._to_make: dict[str, torch.Tensor] = {}
 
     def to_make(self, fqn: str, saved: Any) -> torch.Tensor:
-        """What stands for a stored tensor that the template has no place for; it will be made on CPU, whole."""
+        """Note a stored tensor that the template has no place for, and return a meta tensor that stands for it.
+
+        It will be made on the CPU, as a whole.
+        """
         self._to_make[fqn] = torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
         return self._to_make[fqn]
 
     def lacks(self, fqn: str, tensor: torch.Tensor) -> None:
-        """``tensor``, on meta, will be filled."""
+        """Note that ``tensor``, which is on meta, will be filled."""
         self._on_meta[fqn] = tensor
 
     @property
     def on_meta(self) -> frozenset[str]:
-        """The names of the template's own tensors among them."""
+        """The names of those that are the template's own tensors."""
         return frozenset(self._on_meta.keys() - self._to_make.keys())
 
     def made(self) -> dict[str, torch.Tensor]:
-        """Each of them with memory, by name; names of one meta tensor get one."""
+        """New tensors with memory for those noted by ``lacks``, by name; names of one meta tensor get the same one."""
         made: dict[str, torch.Tensor] = {}
         known: dict[Hashable, torch.Tensor] = {}
         for fqn, tensor in self._on_meta.items():
@@ -51,7 +54,7 @@ class TemplateMemory:
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    """Equal for two names of one tensor, also where each has a view of its own, as in a module's ``state_dict()``."""
+    """A key that is equal for names of one tensor, also where each has its own view, as in ``Module.state_dict()``."""
     local = local_part(tensor)
     if local is None:
         return id(tensor)
@@ -59,7 +62,7 @@ def _identity(tensor: torch.Tensor) -> Hashable:
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """As ``tensor``: a parameter stays one. On the GPU where there is one, as torch does it."""
+    """A new tensor like ``tensor``, with memory: a parameter stays one. On the GPU if there is one, as torch does."""
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(_with_memory(tensor.detach()), requires_grad=tensor.requires_grad)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -72,13 +75,13 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_meta(value: torch.Tensor) -> bool:
-    """Whether it gets memory before it is filled. A ``ShardedTensor`` cannot: ``unfit`` says so."""
+    """Whether ``value`` gets memory before it is filled. A ``ShardedTensor`` cannot: ``unfit`` says so."""
     local = local_part(value)  # most are plain, and asking a class with an abstract base takes long
     return local.is_meta if local is not None else not isinstance(value, ShardedTensor) and value.is_meta
 
 
 def can_be_filled(value: Any) -> bool:
-    """Whether it is a plain tensor or DTensor with memory in order: most are, and ``unfit`` asks no more of them."""
+    """Whether ``value`` is a plain tensor or DTensor with contiguous memory, as most are."""
     local = local_part(value)
     return (
         local is not None and _is_plain(local) and local.is_contiguous() and not local.is_meta and not is_freed(local)
@@ -86,7 +89,7 @@ def can_be_filled(value: Any) -> bool:
 
 
 def unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
-    """Why no read of a stored tensor can be planned into ``value``."""
+    """A line for each reason why no read of a stored tensor can be planned into ``value``."""
     local = local_part(value)
     if local is not None and _is_plain(local) and value.shape == saved.size and local.is_contiguous():
         return [_freed(fqn)] if is_freed(local) else []
@@ -97,7 +100,7 @@ def unfit(fqn: str, value: Any, saved: TensorStorageMetadata) -> list[str]:
         problems.append(
             f"{fqn}: Size mismatch: the checkpoint has shape {tuple(saved.size)}, the template {tuple(value.shape)}"
         )
-    if not isinstance(value, ShardedTensor) and not _is_plain(value):  # that answers no such question
+    if not isinstance(value, ShardedTensor) and not _is_plain(value):  # which answers no such question
         kind = "a quantized" if value.is_quantized else "a nested" if value.is_nested else f"a {value.layout}"
         return [*problems, f"{fqn}: the template is {kind} tensor, which is not filled in place; fill a plain one"]
     if isinstance(value, ShardedTensor) and any(part.is_meta for part in local_tensors(value)):
@@ -119,7 +122,7 @@ def _freed(fqn: str) -> str:
 
 
 def local_tensors(value: torch.Tensor) -> Iterable[torch.Tensor]:
-    """What this rank holds of ``value``."""
+    """The plain tensors that this rank holds of ``value``."""
     if isinstance(value, LocalShards):
         return value.chunks.values()
     if isinstance(value, ShardedTensor):
@@ -129,7 +132,7 @@ def local_tensors(value: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie at one place, as in what ``expand`` and ``unfold`` make."""
+    """Whether two elements may share memory, as in what ``expand`` and ``unfold`` make."""
     if tensor.layout != torch.strided or tensor.is_contiguous() or tensor.device.type == "meta":
         return False
     reach = 0

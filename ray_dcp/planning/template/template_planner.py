@@ -1,8 +1,9 @@
 """Filling a template: the load planner that ray_dcp uses where the user gives none.
 
-It differs from torch's default in some ways, each a fault users have met: it checks everything before anything is
-copied and names all of it at once; it puts a Python value back under the key it came from (torch's writes the value
-of an integer key beside it, as a string); it fills what is still empty; it unpickles with an allow-list.
+It differs from torch's default planner in some ways, each of which mends a fault that users have met: it checks
+everything before anything is copied, and names all problems at once; it puts a Python value back under the key it came
+from (torch's planner writes the value of an integer key beside it, as a string); it fills what is still empty; it
+unpickles with an allow-list.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from ray_dcp.planning.values.flat import LEAVES, NO_WORD, flat_state
 from ray_dcp.torch_private import ShardedTensor, flatten_sharded_tensors, walk_as_before_2_4
 
 _AT_ZERO = torch.Size((0,))
-"""What torch's planner gives as place and length of a Python object."""
+"""The place and length that torch's planner gives for a Python object."""
 
 _LEFT_BY_TORCH = ("original_state_dict", "state_dict", "mappings", "metadata", "is_coordinator")
 
 LoadPython = Callable[[io.BytesIO, str], Any]
-"""(stored bytes, fqn) -> the value, or an error of ray_dcp."""
+"""A function (stored bytes, fqn) -> the value; raises an error of ray_dcp."""
 
 
 class TemplatePlanner(DefaultLoadPlanner):
@@ -54,25 +55,25 @@ class TemplatePlanner(DefaultLoadPlanner):
         self._load_python = load_python
         self._cast = cast
         self._stands_for = stands_for
-        """torch's default planner that the user passed: it has afterwards what torch leaves on it."""
+        """torch's default planner that the user passed, if any: it gets what torch would leave on it."""
         self._choice = choice
         self._problems: list[str] = []
         self._empty: set[str] = set()
         self._growth: Growth | None = None
         self._memory = TemplateMemory()
         self._to_put: list[str] = []
-        """Names of values that go into the template when everything is read."""
+        """Names of the values that are put into the template when everything is read."""
         self.rank, self.world_size = 0, 1
         self.containers: Containers | None = None
-        """What the manifest says of mappings; None where there is nothing that says it."""
+        """What the manifest says of mappings; None where it does not say, or there is no manifest."""
         self.originals: Mapping[int, Any] = {}
-        """The user's own container by the id of its copy, where the template has one."""
+        """The user's own container by the id of its copy, for each copy in the template."""
         self._python: list[str] = []
         """The names of the Python values that are planned to be read."""
 
     @property
     def resolves_in_place(self) -> bool:
-        """Whether ``resolve_tensor`` makes nothing: it may be called long before its tensor is filled."""
+        """Whether ``resolve_tensor`` makes nothing, so that it may be called long before its tensor is filled."""
         return type(self).resolve_tensor is TemplatePlanner.resolve_tensor
 
     @property
@@ -107,7 +108,7 @@ class TemplatePlanner(DefaultLoadPlanner):
         items: list[ReadItem] = []
         self._problems = []
         fitting: dict[Hashable, PlannedReads] = {}
-        """By layout, of values that can be filled, and by the object that describes what was saved: many share one."""
+        """The reads by the layout of a value that can be filled and by the object that describes the saved one."""
         for fqn, value in self.state_dict.items():
             saved = saved_values.get(fqn)
             if saved is None:
@@ -131,7 +132,7 @@ class TemplatePlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def _plan_reads(self, fqn: str, value: Any, saved: TensorStorageMetadata, layouts: ReadLayouts) -> PlannedReads:
-        """Of one tensor, and note why it cannot be filled, or not as it is."""
+        """Plan the reads of one tensor, and note why it cannot be filled, or not as it is."""
         problems = self._problems
         if saved.properties.dtype is NO_WORD:
             problems.append(
@@ -157,7 +158,7 @@ class TemplatePlanner(DefaultLoadPlanner):
         return planned
 
     def check(self, *, strict: bool = True) -> TemplateCheck:
-        """Compare the template with the checkpoint, once the local plan is made; ``strict``: what lacks is refused."""
+        """Compare the template with the checkpoint, after the local plan is made; ``strict`` refuses missing names."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         lacking = self.state_dict.keys() - saved.keys()
@@ -171,13 +172,13 @@ class TemplatePlanner(DefaultLoadPlanner):
             [*self._problems, *self._assign_problems()],
             tied=tied,
             empty=self._empty,
-            # Of torch's checkpoints nobody knows whether an empty mapping was there.
+            # torch's checkpoints do not tell whether there was an empty mapping.
             knows_empty=self.containers is not None,
             strict=strict,
         )
 
     def _assign_problems(self) -> list[str]:
-        """A line for each value that is not filled in place, and that the template's container does not take."""
+        """A line for each value that is put into the template, and that its container there does not take."""
         if not self.flatten_state_dict:
             return []
         grown = self._growth.names if self._growth is not None else frozenset[str]()
@@ -187,7 +188,7 @@ class TemplatePlanner(DefaultLoadPlanner):
         return problems + (self._growth.problems(assignments) if self._growth is not None else [])
 
     def shared_memory(self) -> list[SharedMemory]:
-        """Which of the tensors that will be filled share memory."""
+        """The names of tensors that will be filled and that share memory."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         return shared_memory(
@@ -195,7 +196,7 @@ class TemplatePlanner(DefaultLoadPlanner):
         )
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The memory to fill; the whole of a tensor, which most reads are for, is found without slicing it."""
+        """The memory to fill; a whole tensor, which most reads are for, is found without slicing it."""
         local = local_part(self.state_dict.get(read_item.dest_index.fqn))
         if local is not None and local.shape == read_item.lengths:
             return local
@@ -203,14 +204,14 @@ class TemplatePlanner(DefaultLoadPlanner):
         return resolved
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Give memory to what will be filled and has none: only now, when all checks have passed.
+        """Give memory to the tensors that will be filled and have none: only now, when all checks have passed.
 
-        The template gets it from ``put_loaded``.
+        ``put_loaded`` puts them into the template.
         """
         made = self._memory.made()
         self.state_dict.update(made)
         self._to_put += made
-        # Their local parts, which are what is filled, are counted as changed by whoever does it.
+        # Whoever fills their local parts counts those as changed.
         saved = self.metadata.state_dict_metadata if self.metadata is not None else {}
         changed = [value for fqn, value in self.state_dict.items() if type(value) is DTensor and fqn in saved]
         torch.autograd.graph.increment_version(changed)
@@ -220,7 +221,7 @@ class TemplatePlanner(DefaultLoadPlanner):
         self.put_python({read_item.dest_index.fqn: self.decode_python(read_item, value)})
 
     def decode_python(self, read_item: ReadItem, value: io.BytesIO) -> Any:
-        """The Python value in ``value``; the template is untouched."""
+        """Decode the Python value in ``value``; leave the template as it is."""
         return self._load_python(value, read_item.dest_index.fqn)
 
     def put_python(self, decoded: Mapping[str, Any]) -> None:
@@ -229,7 +230,7 @@ class TemplatePlanner(DefaultLoadPlanner):
         self._to_put += decoded
 
     def put_loaded(self) -> None:
-        """Put into the template what is not filled in place, when everything has been read."""
+        """Put the values that are not filled in place into the template, when everything has been read."""
         if not self.flatten_state_dict:
             return
         grown = self._growth.names if self._growth is not None else frozenset[str]()
@@ -243,7 +244,7 @@ class TemplatePlanner(DefaultLoadPlanner):
             self._growth.put(self.state_dict)
 
     def _grow(self, metadata: Metadata) -> None:
-        """Ask for what the checkpoint has where the template is empty."""
+        """Ask for what the checkpoint has in the empty places of the template, too."""
         saved = metadata.state_dict_metadata
         lacking = saved.keys() - self.state_dict.keys()
         known_empty = set(map(self._choice.renamed, saved_empty_names(self.containers or ())))

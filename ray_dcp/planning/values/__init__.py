@@ -1,1 +1,1 @@
-"""What a rank hands over: collected, named; what has no name of its own surveyed and pickled. See ``collect``."""
+"""What a rank hands over: collected and named; values without a name are surveyed and pickled. See ``collect``."""

@@ -1,4 +1,4 @@
-"""The plain state of what a rank hands over: each ``Stateful`` asked for its own, wherever dicts and lists lead to it.
+"""The plain state of what a rank hands over: asks each ``Stateful`` that dicts and lists lead to for its own state.
 
 A save collects once and goes on with what it got. A load collects a template, has it filled, and then gives every value
 back to where it was found: plain ones to their dict or list, a ``Stateful``'s to its ``load_state_dict``.
@@ -26,7 +26,7 @@ _MAX_NESTING = 200
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether it is a ``Stateful``; that protocol's own check takes longer than all else that is done with a scalar."""
+    """Whether ``value`` is a ``Stateful``; the protocol's own check takes longer than all the rest for a scalar."""
     kind = type(value)
     if kind in _NEVER_STATEFUL or isinstance(value, torch.Tensor | type):
         return False
@@ -72,7 +72,7 @@ def _plain(value: Any, rank: int) -> Any:
 
 def _plain_mapping(value: Mapping[Any, Any], rank: int) -> Mapping[Any, Any]:
     changed = {}
-    # In one order on all ranks: what is asked may wait for the others.
+    # In the same order on all ranks: a ``state_dict()`` may wait for the other ranks.
     for key in in_key_order([key for key, entry in value.items() if type(entry) not in LEAVES]):
         plain = _plain(value[key], rank)
         if plain is not value[key]:
@@ -88,7 +88,7 @@ def _too_deep(state_dict: Mapping[Any, Any]) -> StateDictError:
 
 
 def _path_that_repeats(state_dict: Mapping[Any, Any]) -> list[str]:
-    """To a dict or list that lies within itself, or is very deep down."""
+    """The path to a dict or list that lies within itself, or is very deep down."""
     path: list[str] = []
     stack: list[tuple[Any, Iterator[tuple[Any, Any]]]] = [(state_dict, _entries(state_dict))]
     while stack:
@@ -106,12 +106,12 @@ def _path_that_repeats(state_dict: Mapping[Any, Any]) -> list[str]:
 
 
 Ask = Callable[[Any, str], Any]
-"""(``Stateful``, its name in the checkpoint) -> the state to fill."""
+"""A function (``Stateful``, its name in the checkpoint) -> the state to fill."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StatefulPlace:
-    """Where the state of a ``Stateful`` of the template is filled."""
+    """The place where the state of a ``Stateful`` of the template is filled."""
 
     container: MutableMapping[Any, Any] | MutableSequence[Any]
     key: Any
@@ -128,13 +128,13 @@ class CollectedTemplate:
     def __init__(self, state_dict: dict[str, Any], *, ask: Ask = lambda stateful, fqn: stateful.state_dict()) -> None:
         """Ask every ``Stateful`` for its state, in an order that all ranks share.
 
-        Raises ``StateDictError`` for one in a tuple, by name.
+        Raises ``StateDictError`` naming each that lies in a tuple.
         """
         self._ask = ask
         self._copies: list[tuple[Any, Any]] = []
-        """(the caller's container, its copy in ``values``), outer ones first."""
+        """Pairs (the caller's container, its copy in ``values``), outer ones first."""
         self._slots: list[_StatefulPlace] = []
-        """Inner ones first."""
+        """The places of the ``Stateful``s, inner ones first."""
         problems: list[str] = []
         self.values: dict[str, Any] = {key: state_dict[key] for key in in_key_order(state_dict)}
         self._copies.append((state_dict, self.values))
@@ -152,21 +152,21 @@ class CollectedTemplate:
 
     @property
     def statefuls(self) -> list[tuple[str, Stateful]]:
-        """Each with its name."""
+        """Each ``Stateful`` with its name in the checkpoint."""
         return [(slot.fqn, slot.stateful) for slot in self._slots]
 
     @property
     def originals(self) -> dict[int, Any]:
-        """The caller's own container by the id of its copy; not that of the whole, into which all is put as ever."""
+        """The caller's own containers by the id of their copies, without the outermost, which gets every value."""
         return {id(copy): original for original, copy in self._copies[1:]}
 
     def restore(
         self, is_wanted: Callable[[str], bool] = lambda fqn: True, on_meta: Collection[str] = frozenset()
     ) -> None:
-        """Give everything back to where it was found, what lies inside of a ``Stateful`` first.
+        """Give everything back to where it was found; what lies inside a ``Stateful`` comes first.
 
-        A ``Stateful`` whose name is not wanted is left alone. Raises ``StateDictError`` for one that keeps tensors on
-        meta: ``on_meta`` has the names of those that were there, and have been loaded.
+        A ``Stateful`` whose name is not wanted is left alone. ``on_meta`` has the names of loaded tensors that were on
+        the meta device. Raises ``StateDictError`` for a ``Stateful`` that keeps such a tensor there.
         """
         held = {(id(slot.container), slot.key) for slot in self._slots}
         copies = {id(copy) for _, copy in self._copies}
@@ -184,7 +184,7 @@ class CollectedTemplate:
                     _require_taken(slot.stateful, slot.fqn, on_meta)
 
     def _fill_in(self, copy: Any, name: str, problems: list[str]) -> None:
-        """Replace in the dict or list ``copy`` what must be: ``Stateful``s, and what leads to them."""
+        """Replace the ``Stateful``s in the dict or list ``copy`` by their states, and what leads to them by copies."""
         for key in in_key_order(copy) if isinstance(copy, dict) else range(len(copy)):
             value = copy[key]
             if type(value) not in LEAVES:
@@ -218,7 +218,7 @@ class CollectedTemplate:
 
 
 def _require_taken(stateful: Stateful, fqn: str, on_meta: Collection[str]) -> None:
-    """Raise if what was loaded for a ``Stateful`` is not in it: copied, as torch does it, into what has no memory."""
+    """Raise if what was loaded for a ``Stateful`` is not in it: torch copies it into tensors that have no memory."""
     asked = on_meta if any(name.startswith(f"{fqn}.") for name in on_meta) else ()
     held = flat_state(collect_state({fqn: stateful}, rank=0))[0] if asked else {}
     left = [name for name in sorted(asked) if isinstance(value := held.get(name), torch.Tensor) and is_meta(value)]
@@ -230,7 +230,7 @@ def _require_taken(stateful: Stateful, fqn: str, on_meta: Collection[str]) -> No
 
 
 def _copy(value: Mapping[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
-    """A plain one that can be changed; the kinds that torch's state dicts have stay what they are."""
+    """A copy as a plain container that can be changed; the kinds that torch's state dicts have stay what they are."""
     if isinstance(value, list):
         return list(value)
     return OrderedDict(value) if type(value) is OrderedDict else dict(value)
@@ -241,7 +241,7 @@ def _entries(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _put(container: Any, key: Any, value: Any) -> None:
-    """Leaves alone what cannot be changed and need not be."""
+    """Put ``value`` at ``key``, unless it is there already: a container that cannot be changed is then left alone."""
     if isinstance(container, list) and key >= len(container):
         container.append(value)
     elif (isinstance(container, Mapping) and key not in container) or container[key] is not value:

@@ -1,6 +1,6 @@
 """Tensors in Python values without the rest of the memory that they are views of.
 
-``torch.save`` stores the whole storage of each tensor: for one number out of a large one, all of it.
+``torch.save`` stores the whole storage of each tensor, even for one number out of a large one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def compacted(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """By ``id``, what to store instead of those whose storage holds more than they do.
+    """The tensors to store in place of those whose storage holds more than they do, by the ``id`` of these.
 
-    Tensors that share memory go on doing so where the memory they span is no more than they have in all.
+    Tensors that share memory go on doing so where the memory they span is not more than they have together.
     """
     replaced = {id(one): one.wait() for one in tensors if isinstance(one, AsyncCollectiveTensor)}
     views: dict[int, list[torch.Tensor]] = {}
@@ -34,7 +34,7 @@ def compacted(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def _compact(sharing: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The same for the tensors of one storage."""
+    """Like ``compacted``, for the tensors of one storage."""
     storage = sharing[0].untyped_storage()
     distinct = {_place(tensor): tensor for tensor in sharing}
     own_nbytes = sum(tensor.nbytes for tensor in distinct.values())
@@ -67,7 +67,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """In bytes of the storage."""
+    """The end of the tensor's last element in the storage, in bytes."""
     if not tensor.numel():
         return int(tensor.storage_offset()) * tensor.dtype.itemsize
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -75,7 +75,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _like(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """``copy`` of the kind that ``tensor`` is, with its attributes."""
+    """``copy`` as a tensor or parameter like ``tensor``, with its attributes."""
     if type(tensor) is torch.nn.Parameter:
         copy = torch.nn.Parameter(copy, tensor.requires_grad)
     elif tensor.requires_grad:

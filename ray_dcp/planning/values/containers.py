@@ -1,9 +1,8 @@
-"""What names do not tell of a state dict: which keys are no text, which dicts are ordered, and which are empty.
+"""What names do not tell of a state dict: which keys are not text, which dicts are ordered, and which are empty.
 
 DCP joins keys by dots, as text. What is lost by that is kept with the checkpoint, so that tools without a template can
-give back the state dict that was saved; loading needs none of it, since a template says how it is made itself. An empty
-dict is no stored value of its own name: stock torch takes such a name for one of an older format, and then finds others
-missing.
+give back the state dict that was saved; a load with a template needs none of it. An empty dict is not stored as a value
+of its own name: stock torch takes such a name for one of an older format, and then finds others missing.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from ray_dcp.torch_private import set_element
 from ray_dcp.wording import cut
 
 Containers = Sequence[Any]
-"""One row ``[path, kind, keys]`` for each dict that is not a plain one with text for keys, of JSON values.
+"""One row ``[path, kind, keys]`` of JSON values for each dict that is empty, ordered or has keys that are not text.
 
 ``path``: the keys that lead to it, as text; numbers in lists. ``kind``: ``dict`` or ``OrderedDict``. ``keys``: null
-where all are text, ``"int"`` where all are whole numbers, ``"none"`` where there are none, else an object of each other
-key to its Python literal.
+where all keys are text, ``"int"`` where all are whole numbers, ``"none"`` where there is no key; else an object that
+maps the text of each key that is not text to its Python literal.
 """
 
 MAX_INDEX = 1 << 20
-"""Of a list, as a file may have it."""
+"""Limit of an index in a list, since a file may say anything."""
 _INTEGERS, NO_KEYS = "int", "none"
 _MAX_REPR = 80
 
 
 def containers_of(state: Mapping[Any, Any]) -> list[Any]:
-    """The rows of a plain state, as ``collect_state`` gives it.
+    """The rows for a plain state, as ``collect_state`` gives it.
 
     Raises ``StateDictError`` naming all keys that would come back as text: a date, a path, a member of an enum.
     """
@@ -52,7 +51,7 @@ def containers_of(state: Mapping[Any, Any]) -> list[Any]:
 
 
 def merged_containers(of_ranks: Iterable[Containers]) -> list[Any]:
-    """Those of all ranks; where they differ in one dict the lowest rank's, if it is not empty there."""
+    """The rows of all ranks; of rows that differ for one dict, that of the lowest rank whose dict is not empty."""
     merged: dict[Path, Any] = {}
     for rows in of_ranks:
         for path, kind, keys in rows:
@@ -65,7 +64,7 @@ def merged_containers(of_ranks: Iterable[Containers]) -> list[Any]:
 
 
 def with_containers(state: dict[str, Any], rows: Containers) -> Any:
-    """``state``, nested dicts with text for keys, as the rows say that it was; it is changed."""
+    """``state``, nested dicts with text for keys, turned into what the rows say that it was; changes ``state``."""
     rows = [row for row in rows if is_row(row)]
     for path, _, keys in rows:
         if keys == NO_KEYS and path and _is_free(state, path):
@@ -74,7 +73,7 @@ def with_containers(state: dict[str, Any], rows: Containers) -> Any:
 
 
 def optimizer_containers(paths: Iterable[Path]) -> list[Any]:
-    """Rows for a checkpoint that has none: by the layout of torch's optimizers alone.
+    """Rows for a checkpoint that has no rows, from the layout of torch's optimizers alone.
 
     A dict ``state`` beside ``param_groups`` whose keys are digits has whole numbers for keys there.
     """
@@ -126,11 +125,11 @@ def _described_keys(value: Mapping[Any, Any], path: Path, problems: list[str]) -
 
 
 def _literal(key: Any) -> str | None:
-    """How Python writes a key, or one that is equal to it and has its name; None of what it has no literal for."""
+    """The Python literal for a key, or for one that is equal to it and has its name; None where there is none."""
     name = str(key)
     if type(key) not in (bool, int):
         with suppress(TypeError):
-            key = operator.index(key)  # of numpy, or of an enum of numbers
+            key = operator.index(key)  # a number of numpy's, or of an enum
     try:
         found = ast.literal_eval(repr(key))
     except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -139,7 +138,7 @@ def _literal(key: Any) -> str | None:
 
 
 def is_row(row: Any) -> bool:
-    """Whether a row, which comes from a file, is one. A list is as long as its largest index: that has a limit."""
+    """Whether a row, which comes from a file, is valid. A list is as long as its largest index: that has a limit."""
     if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], list):
         return False
     return all(type(key) is str or (type(key) is int and 0 <= key < MAX_INDEX) for key in row[0])
@@ -181,7 +180,7 @@ def _restored_key(name: Any, keys: Any) -> Any:
 
 
 def _is_number(name: Any) -> bool:
-    """Whether it is a whole number as Python prints it."""
+    """Whether ``name`` is a whole number as Python prints it."""
     digits = name.removeprefix("-") if isinstance(name, str) else ""
     return digits.isascii() and digits.isdigit() and str(int(name)) == name
 

@@ -11,21 +11,24 @@ from torch.distributed.tensor import DTensor
 from ray_dcp.errors import StateDictError
 
 NO_WORD = torch.bits8
-"""Stands for a dtype of another library's file that torch has no word for. No checkpoint has it: torch cannot save it.
+"""Stands for a dtype in another library's file that torch does not have.
+
+No checkpoint has a tensor of it: torch cannot save one.
 """
 
 LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, bytes, type(None)))
-"""Types of values with nothing inside: most values are of these, and asking each what it is takes long."""
+"""Types of values with nothing inside. Most values are of these types, and asking each what it is takes long."""
 
 _NAMED_BY_VALUE = frozenset((str, int, bool, float, type(None), tuple))
 
 Path = tuple[str | int, ...]
+"""The keys that lead to a value: text in mappings, positions in lists."""
 
 
 def flat_state(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values by name, and the path of each, as torch's ``flatten_state_dict`` gives them.
+    """(values by name, paths by name), as torch's ``flatten_state_dict`` gives them.
 
-    Raises ``StateDictError`` naming all values that have one name, and keys that are never named alike again.
+    Raises ``StateDictError`` naming all values that share a name, and keys whose text differs between processes.
     """
     if all(type(key) is str and type(value) in LEAVES for key, value in state_dict.items()):
         return dict(state_dict), {key: (key,) for key in state_dict}
@@ -45,12 +48,12 @@ def flat_state(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def unstorable_names(fqns: Iterable[str]) -> list[str]:
-    """A line for each name that is no text: one with half of a surrogate pair has no bytes in UTF-8."""
+    """A line for each name that is not valid text: one with half of a surrogate pair has no bytes in UTF-8."""
     fqns = list(fqns)
     try:
         "\n".join(fqns).encode()
     except UnicodeEncodeError:
-        return [f"{fqn!r}: no text that can be stored; give it another key" for fqn in fqns if not _is_text(fqn)]
+        return [f"{fqn!r}: not text that can be stored; give it another key" for fqn in fqns if not _is_text(fqn)]
     return []
 
 
@@ -65,7 +68,7 @@ def _is_text(fqn: str) -> bool:
 def _named(
     entries: Iterable[tuple[Any, Any]], prefix: str, above: Path, nameless: list[str], in_list: bool = False
 ) -> Iterator[tuple[str, Path, Any]]:
-    """Each value with its name and path; ``entries`` are those of the dict or list at ``above``."""
+    """Yield (name, path, value) of each value; ``entries`` are those of the dict or list at ``above``."""
     for key, value in entries:
         if type(key) not in _NAMED_BY_VALUE and _is_nameless(key):
             nameless.append(f"{prefix.removesuffix('.') or 'state_dict'}: a {type(key).__name__} as key")
@@ -82,13 +85,13 @@ def _named(
 
 
 def _is_nameless(key: Any) -> bool:
-    """Whether a key prints as its address, or as numbers that change, as the parameters do that an optimizer has."""
+    """Whether a key prints as its address, or as numbers that change, like the parameters in an optimizer's state."""
     kind: Any = type(key)
     return isinstance(key, torch.Tensor) or (kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__)
 
 
 def is_walked(entries: list[Any]) -> bool:
-    """Whether the entries of a list are values of their own: where one of them is a tensor or leads to values."""
+    """Whether the entries of a list are values of their own: they are if one is a tensor or mapping, or such a list."""
     return any(
         isinstance(entry, torch.Tensor | Mapping) or (isinstance(entry, list) and is_walked(entry)) for entry in entries
     )
@@ -102,7 +105,7 @@ def _clashes(state_dict: Mapping[Any, Any]) -> list[str]:
 
 
 def _places(entries: Iterable[tuple[Any, Any]], prefix: str, above: str) -> Iterator[tuple[str, str]]:
-    """Each value's name, and how Python code gets there."""
+    """Yield each value's name, and the Python expression for it."""
     for key, value in entries:
         name, place = f"{prefix}{key}", f"{above}[{key!r}]"
         if isinstance(value, Mapping):

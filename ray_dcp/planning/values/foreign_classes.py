@@ -1,4 +1,4 @@
-"""What a user is told at save of classes that a load will refuse: when it is refused, it is too late."""
+"""Warns the user at save of classes that a load will refuse: when the load refuses them, it is too late."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger("ray_dcp")
 
 _lock = threading.Lock()
 _told: set[tuple[str, str]] = set()
-"""Class and name, in this process: a run saves the same state many times."""
+"""Pairs (class, value's name) that were told in this process: a run saves the same state many times."""
 
 
 def warn_of_foreign(classes: Mapping[str, Set[str]]) -> None:
-    """Warn once of each class in the values of ``classes``, which has the classes of each value by its name."""
+    """Warn once of each class and value; ``classes`` has the classes of each value by the value's name."""
     new: dict[str, list[str]] = defaultdict(list)
     with _lock:
         for fqn, names in classes.items():
@@ -27,8 +27,8 @@ def warn_of_foreign(classes: Mapping[str, Set[str]]) -> None:
                     new[name].append(fqn)
     for name, fqns in new.items():
         logger.warning(
-            "%s: saved as a Python object of %s, which is no plain value: a load refuses it, since making one may run "
-            "code, unless the program that loads allows it by torch.serialization.add_safe_globals([%s]) or passes "
+            "%s: saved as a Python object of %s, which is not a plain value: a load refuses it, since making one may "
+            "run code, unless the program that loads allows it by torch.serialization.add_safe_globals([%s]) or passes "
             "trusted=True. Save plain values of it instead, or do one of the two there",
             joined(fqns),
             name,

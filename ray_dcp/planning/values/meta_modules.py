@@ -1,4 +1,4 @@
-"""Modules made on meta: their ``load_state_dict`` copies values into tensors that have no memory, and so loses them."""
+"""Modules on meta: their own ``load_state_dict`` copies values into tensors that have no memory, and so loses them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NOT_LOADED = "since this load left them out; load them, or make their values an
 
 
 def give_state(stateful: Any, state: Any) -> None:
-    """``stateful.load_state_dict(state)``; a module's parameters and buffers on meta become the tensors of ``state``.
+    """Call ``stateful.load_state_dict(state)``; a module's parameters and buffers on meta become those of ``state``.
 
-    Names of one parameter get one. Parameters that have memory stay the objects they are.
+    Names of one parameter get one parameter. Parameters that have memory stay the objects they are.
     """
     if not (isinstance(stateful, torch.nn.Module) and _on_meta(stateful) and _is_plain(stateful)):
         stateful.load_state_dict(state)

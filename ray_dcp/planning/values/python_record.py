@@ -23,7 +23,7 @@ from ray_dcp.torch_private import allowed_globals, user_allowed_globals
 
 
 def python_record(value: Any, foreign: set[str] | None = None) -> bytes:
-    """A record that ``torch.load`` turns into ``value``; of tensors in it only their own bytes.
+    """A record that ``torch.load`` turns into ``value``; it has only the tensors' own bytes, not those around a view.
 
     ``foreign`` gets the names of the classes and functions in it that a load will not make unless the user allows them.
     Raises ``HiddenPartError`` for what would be lost in it, and whatever pickling it raises.
@@ -41,12 +41,12 @@ def python_record(value: Any, foreign: set[str] | None = None) -> bytes:
 
 
 def _is_allowed(name: str) -> bool:
-    """Whether torch lets it in, or the user has allowed it."""
+    """Whether torch allows the class or function, or the user does."""
     return name in allowed_globals() or name in user_allowed_globals()
 
 
 def _with_tensors(value: Any, replaced: Mapping[int, torch.Tensor], pickler: Any) -> bytes:
-    """What ``torch.save`` writes, with other tensors in place of some, named by ``id``."""
+    """The bytes that ``torch.save`` writes, with the tensors of ``replaced`` in place of those with their ``id``."""
 
     class Replacing(pickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -56,6 +56,6 @@ def _with_tensors(value: Any, replaced: Mapping[int, torch.Tensor], pickler: Any
     buffer = io.BytesIO()
     settings = {"save.compute_crc32": True, "save.storage_alignment": PAYLOAD_ALIGNMENT}
     pickling: Any = SimpleNamespace(__name__="pickle", Pickler=Replacing)
-    with torch.utils.serialization.config.patch(settings):  # type: ignore[attr-defined]  # put there on import
+    with torch.utils.serialization.config.patch(settings):  # type: ignore[attr-defined]  # torch sets it on import
         torch.save(value, buffer, pickle_module=pickling)
     return buffer.getvalue()

@@ -1,7 +1,7 @@
-"""What lies in a Python value that is stored whole: found by pickling it, since a pickler is shown every object.
+"""Finds what lies in a Python value that is stored whole, by pickling it: a pickler is shown every object.
 
-Ranks share a Python value: one of them stores it for all. What each rank has a part of must not be in it, and an object
-that is to be asked for its state would be stored as it is, and loading would leave the live one as it was.
+Ranks share a Python value: one of them stores it for all. So nothing of which each rank has a part may be in it, nor an
+object that has a state: that would be stored as it is, and loading would leave the live one as it was.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HiddenPartError(Exception):
         self.fate = fate
 
     def within(self, value: Any) -> str:
-        """The whole sentence; ``value`` is what was looked through."""
+        """The whole sentence; ``value`` is the value that was searched."""
         found = "PerRank" if isinstance(self.part, OneRanksValue) else type(self.part).__name__
         path = path_to(value, self.part)
         return (
@@ -50,7 +50,7 @@ class HiddenPartError(Exception):
 class Survey(pickle.Pickler):
     """Pickles one value and notes the tensors in it, in place of which nothing is pickled.
 
-    Raises ``HiddenPartError``, and whatever pickling the value raises.
+    Raises ``HiddenPartError`` for what would be lost in the value, and whatever pickling it raises.
     """
 
     def __init__(self, value: Any) -> None:
@@ -59,9 +59,9 @@ class Survey(pickle.Pickler):
         self.tensors: list[torch.Tensor] = []
         self.holds_storages = False
         self.named: set[str] = set()
-        """Classes and functions that its pickle names, or that of a tensor in it."""
+        """The classes and functions that the pickle of the value, or of a tensor in it, names."""
         self.is_portable = True
-        """Whether other Pythons have all those classes where this one has them."""
+        """Whether other versions of Python have all those classes where this one has them."""
         self._harmless: set[type] = set()
         self.dump(value)
 
@@ -106,7 +106,7 @@ class Survey(pickle.Pickler):
 
 
 def _nothing(attributes: Any) -> None:
-    """Stands in a pickle that is thrown away for a tensor; what the tensor has as attributes is pickled after it."""
+    """Stands for a tensor in a pickle that is thrown away; the tensor's attributes are pickled as its argument."""
 
 
 def _has_state(kind: type) -> bool:
@@ -117,7 +117,7 @@ def _has_state(kind: type) -> bool:
 
 
 def _fate(tensor: torch.Tensor) -> str | None:
-    """What would become of a tensor that cannot be in a Python value; None of all others."""
+    """The fate of a tensor that cannot be in a Python value, as the end of a sentence; None for all others."""
     if isinstance(tensor, DTensor | ShardedTensor | LocalShards):
         return "would not be stored as a part of its whole: only dicts and lists may be around it"
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
@@ -130,7 +130,7 @@ def _fate(tensor: torch.Tensor) -> str | None:
 
 
 def path_to(value: Any, part: Any) -> str:
-    """How Python code gets from ``value`` to ``part``, such as ``[1].weights['x']``; empty where that is not found."""
+    """The Python code that leads from ``value`` to ``part``, such as ``[1].weights['x']``; empty if not found."""
     waiting: deque[tuple[Any, str]] = deque([(value, "")])
     seen: set[int] = set()
     while waiting and len(seen) < _MAX_SEARCHED:
