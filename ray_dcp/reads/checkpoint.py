@@ -1,6 +1,6 @@
-"""What a checkpoint is, read once (by the coordinator) and handed to every rank.
+"""What a checkpoint is: read once, by the coordinator, and handed to every rank.
 
-So all of them load one and the same, also while it is being saved again.
+So all ranks load the same one, even while it is being saved again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OpenedCheckpoint:
     checkpoint_id: str
     metadata: bytes
     manifest: bytes | None
-    """None where there is none, or where it belongs to another ``.metadata``."""
+    """The manifest as stored; None where there is none, or where it belongs to another ``.metadata``."""
     unchecked: bool = False
     """Whether the manifest has no checksums: it was made from safetensors files, which have none."""
 
@@ -36,8 +36,8 @@ class OpenedCheckpoint:
 def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
     """Read what is committed at ``checkpoint_id``, following a pointer left for Ray Train.
 
-    Where nothing is committed but safetensors files lie, or where it is such a file, they are the checkpoint.
-    Raises ``CheckpointNotFoundError`` saying what is there instead.
+    Where nothing is committed but there are safetensors files, or where ``checkpoint_id`` is such a file, these are the
+    checkpoint. Raises ``CheckpointNotFoundError`` saying what is there instead.
     """
     location = resolve_checkpoint_id(checkpoint_id)
     store = open_store(location)
@@ -52,9 +52,10 @@ def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
 
 
 def open_for_ranks(checkpoint_id: str | os.PathLike[str], world_size: int) -> Sequence[OpenedCheckpoint]:
-    """What each rank loads: one and the same, or what torch has written with ``use_collectives=False``: one for each.
+    """The checkpoint that each rank loads, in rank order: the same for all, or one each.
 
-    Raises ``CheckpointNotFoundError``, in the second case also where not every rank has one.
+    torch writes one for each rank with ``use_collectives=False``. Raises ``CheckpointNotFoundError`` where there is no
+    checkpoint, and where only some of the ranks have one of their own.
     """
     try:
         return [open_checkpoint(checkpoint_id)] * world_size
@@ -73,7 +74,7 @@ def open_for_ranks(checkpoint_id: str | os.PathLike[str], world_size: int) -> Se
 
 
 def open_of_rank(checkpoint_id: str | os.PathLike[str], rank: int) -> OpenedCheckpoint:
-    """What ``rank`` has written by itself. Raises ``CheckpointNotFoundError``."""
+    """The checkpoint that ``rank`` has written by itself. Raises ``CheckpointNotFoundError`` where there is none."""
     opened = _open_of_rank(checkpoint_id, rank)
     if opened is None:
         raise CheckpointNotFoundError(os.fsdecode(checkpoint_id), f"no {METADATA} of rank {rank} alone")
@@ -88,7 +89,7 @@ def _open_of_rank(checkpoint_id: str | os.PathLike[str], rank: int) -> OpenedChe
 
 
 def _open_safetensors(location: str) -> OpenedCheckpoint | None:
-    """The safetensors files at ``location``, or the one that it is; None where there are none."""
+    """The safetensors files in the folder ``location``, or the file that it is; None where there are none."""
     only = ""
     if location.endswith(SUFFIX):
         folder, name = split_url(location)

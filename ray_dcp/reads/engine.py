@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Lane:
-    """What one thread of a rank's reads keeps from read to read: some memory, and the file it last read, open."""
+    """What one thread of a rank's reads keeps from read to read: some memory, and the file it last read, still open."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -49,9 +49,10 @@ class Lane:
 
 
 def read_run(files: CheckpointFiles, run: Sequence[Part], use: Callable[[memoryview, int], None], lane: Lane) -> int:
-    """Read all parts of a run, which are of one file, at once; how many bytes were read.
+    """Read all parts of a run, which are of one file, at once; return how many bytes were read.
 
-    ``use`` gets them, from the first part's on, and the address at which they lie until it returns.
+    ``use`` gets the bytes, which begin with those of the first part, and their address in memory. They are there until
+    it returns.
     """
     start = run[0].offset
     end = max([part.offset + part.nbytes for part in run])
@@ -59,7 +60,7 @@ def read_run(files: CheckpointFiles, run: Sequence[Part], use: Callable[[memoryv
         memory = lane.memory(end - start)
         held = tensor_memory(memory)
     except RuntimeError:
-        # So much memory is not there. Is the file as long, or is the number wrong?
+        # There is not so much memory. Is the file that long, or is the number wrong?
         for part in run:
             files.get(part.key, part.fqn, part.offset + part.nbytes, 0)
         raise
@@ -76,7 +77,7 @@ def read_run(files: CheckpointFiles, run: Sequence[Part], use: Callable[[memoryv
 
 @dataclass(frozen=True, slots=True)
 class Task(Generic[T]):
-    """One read: ``read`` does it and returns how many bytes it took; what it was for is done then."""
+    """One read: ``read`` does it and returns how many bytes it read; ``done`` is what it was for."""
 
     read: Callable[[Lane], int]
     done: T
@@ -88,7 +89,7 @@ def finished(tasks: Iterable[Task[T]], num_in_flight: int) -> Generator[tuple[T,
     spare: queue.SimpleQueue[Lane] = queue.SimpleQueue()
     for lane in lanes:
         spare.put(lane)
-    # Torch keeps it for each thread, and only within it may the tensors made in it be filled.
+    # torch has inference mode for each thread, and tensors made in it may be filled only in it.
     in_inference = torch.is_inference_mode_enabled()
 
     def read(task: Task[T]) -> int:

@@ -1,4 +1,4 @@
-"""From a payload's bytes to the tensors they belong to: read range by range, checked, put where it belongs."""
+"""Takes a payload's bytes to the tensors they belong to: reads them range by range, checks them, puts them there."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ray_dcp.staging.host_pieces import tensor_memory
 from ray_dcp.store.reading import Fill
 
 TORCH_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+"""torch's dtypes by name, such as ``float32``."""
 
 
 def box_of(offsets: Sequence[int], target: torch.Tensor, dtype: torch.dtype) -> Box:
@@ -26,7 +27,7 @@ def box_of(offsets: Sequence[int], target: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether stored bytes are the target's own, as they are."""
+    """Whether the stored bytes are those of the target's memory, as they are."""
     return (
         target.is_cpu
         and target.dtype == dtype
@@ -37,7 +38,7 @@ def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def damaged(read: RecordRead, shown: str, start: int, nbytes: int) -> CorruptCheckpointError:
-    """What to raise for bytes that fail their checksum; ``shown`` is the file for messages."""
+    """The error for bytes that fail their checksum: ``nbytes`` from ``start`` in the payload; ``shown`` is the file."""
     return CorruptCheckpointError(
         "stored bytes fail their checksum: the file was damaged after it was written",
         file=shown,
@@ -48,21 +49,24 @@ def damaged(read: RecordRead, shown: str, start: int, nbytes: int) -> CorruptChe
 
 
 def require_right(read: RecordRead, shown: str, content: memoryview, start: int = 0) -> None:
-    """Raise unless ``content``, which begins and ends at blocks of the payload, is what was written."""
+    """Raise ``CorruptCheckpointError`` unless ``content`` is what was written.
+
+    It begins at byte ``start`` of the payload, and begins and ends at blocks.
+    """
     damage = read.check.damage(content, start)
     if damage is not None:
         raise damaged(read, shown, *damage)
 
 
 def require_consistent(read: RecordRead, shown: str) -> None:
-    """Raise unless the payload is as long as its shape says, and the boxes lie in it."""
+    """Raise ``CorruptCheckpointError`` unless the payload is as long as its shape says, and the boxes lie in it."""
     dtype = TORCH_DTYPES.get(read.dtype)
     if dtype is None or read.nbytes != math.prod(read.sizes) * dtype.itemsize or not read.is_consistent:
         raise CorruptCheckpointError("manifest and metadata disagree about this item", file=shown, fqn=read.fqn)
 
 
 def put_small(read: RecordRead, shown: str, targets: Sequence[torch.Tensor], content: memoryview) -> None:
-    """Fill ``targets``, one for each box, from the whole payload, checked first."""
+    """Fill ``targets``, one for each box, from ``content``, the whole payload, which is checked first."""
     require_right(read, shown, content)
     whole: torch.Tensor | None = None
     for box, target in zip(read.boxes, targets, strict=True):
@@ -85,7 +89,7 @@ class RowsTarget:
     target: torch.Tensor
 
     def take(self, stored: torch.Tensor, start: int) -> None:
-        """Copy what ``stored``, flat, has of the rows. It begins at element ``start`` of the payload."""
+        """Copy what ``stored``, a flat tensor, has of the rows. It begins at element ``start`` of the payload."""
         rows, target = self.rows, self.target
         end = start + stored.numel()
         row = max(0, (start - rows.first) // rows.stride)
@@ -107,7 +111,7 @@ class RowsTarget:
 
 
 class RowBytes:
-    """Rows of a payload, and the contiguous CPU memory of their dtype that they go to: copied as bytes, one by one.
+    """Rows of a payload, and the contiguous CPU memory of their dtype that they go to; copied as bytes, row by row.
 
     numpy copies each row as a whole, in nine tenths of the time that torch takes (rows of 4 KiB, out of the cache).
     """
@@ -149,7 +153,7 @@ class PieceTarget:
     target: torch.Tensor
 
     def take(self, stored: torch.Tensor, start: int) -> None:
-        """Copy the piece out of ``stored``, flat, which begins at element ``start`` of the payload and holds it."""
+        """Copy the piece out of ``stored``, a flat tensor that holds it, from element ``start`` of the payload on."""
         piece = self.piece
         at = piece.start // stored.itemsize - start
         held = stored[at : at + math.prod(piece.sizes)].view(piece.sizes)
@@ -162,13 +166,13 @@ class _Step:
 
     section: Section
     memory: memoryview | None
-    """Filled at once, as long as the section; None where the bytes pass through memory of the reader's."""
+    """The memory that is filled straight, as long as the section; None where bytes pass through the reader's memory."""
     rows: Sequence[RowBytes] = ()
     piece: PieceTarget | None = None
 
 
 class LargeRead:
-    """A ``RecordRead`` with the tensors it fills: all that can be made ready before the first byte is read.
+    """A ``RecordRead`` with the tensors it fills: everything is made ready before the first byte is read.
 
     Moving large payloads drives everything else out of the CPU's caches: what runs in between then takes several times
     as long. So this is made for many records at a time, and little is left to do between two reads.

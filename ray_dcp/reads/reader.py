@@ -47,9 +47,9 @@ from ray_dcp.store.store import traits_of
 class StoreReader(StorageReader):
     """Reads any checkpoint of ray_dcp, of torch's file system writers, or of safetensors files, from a path or URL.
 
-    Each value is checked before it counts: by the manifest's block checksums, or by the records' own zip CRCs
-    where torch wrote them. Also usable with ``torch.distributed.checkpoint.load``. ``sharing`` None: this rank reads
-    all it wants by itself.
+    Each value is checked before it counts: by the manifest's block checksums, or by the records' own zip CRCs where
+    torch wrote them; safetensors files have no checksums. Also usable with ``torch.distributed.checkpoint.load``. With
+    ``sharing=None`` this rank reads everything that it wants by itself.
     """
 
     def __init__(
@@ -62,14 +62,15 @@ class StoreReader(StorageReader):
         super().__init__()
         self.checkpoint_id = absolute(checkpoint_id) if checkpoint_id is not None else ""
         self.trusted = trusted
-        # The one line by which reads are shared.
+        # The one line that turns shared reads on.
         self._node_reads = NodeReads(sharing) if sharing is not None else None
         self._nbytes_read = 0
         self.nbytes_loaded = 0
+        """Bytes that the planner has been given."""
         self.differing: Sequence[DifferingReplicas] = ()
         """Values that differed between ranks when the checkpoint was saved, as its manifest says."""
         self.containers: Containers | None = None
-        """Of the state dict that was saved; None where the checkpoint does not say."""
+        """What names do not tell of the state dict that was saved; None where the checkpoint does not say."""
         self._opened: OpenedCheckpoint | None = None
         self._metadata: Metadata | None = None
         self._entries: EntryTable | None = None
@@ -77,7 +78,7 @@ class StoreReader(StorageReader):
 
     @property
     def nbytes_read(self) -> int:
-        """What this rank has read of the files."""
+        """Bytes that this rank has read of the files."""
         return self._nbytes_read + (self._node_reads.nbytes_read if self._node_reads is not None else 0)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -91,7 +92,7 @@ class StoreReader(StorageReader):
 
     @property
     def of_other_libraries(self) -> bool:
-        """Whether it reads safetensors files; known once they are opened."""
+        """Whether it reads safetensors files; known once they are opened, and False before."""
         return self._opened is not None and self._opened.unchecked
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -132,7 +133,7 @@ class StoreReader(StorageReader):
     def offer_shared_reads(self, plan: LoadPlan, planner: LoadPlanner, world_size: int) -> ShareOffer | None:
         """What others of ``world_size`` ranks could read for this one; None where it can share with nobody.
 
-        What is wrong with the plan is told when it is read.
+        Faults of the plan are told when it is read.
         """
         if self._node_reads is None or self._entries is None:
             return None
@@ -144,7 +145,10 @@ class StoreReader(StorageReader):
         return self._node_reads.offer(records, plan, reads, planner, self._opened, traits, world_size)
 
     def are_stored_alike(self, fqns: Sequence[str]) -> bool:
-        """Whether these stored tensors have the same values for certain: at one place, or by all their checksums."""
+        """Whether these stored tensors have the same values for certain: by all their checksums, or at one place.
+
+        The place counts for safetensors files, which have no checksums.
+        """
         if self._entries is None or self._opened is None:
             return False
         numbers: dict[str, list[int]] = {fqn: [] for fqn in fqns}
@@ -166,12 +170,15 @@ class StoreReader(StorageReader):
         return len(alike) == 1
 
     def share_reads(self, share: NodeShare | None, rank: int) -> None:
-        """Take part in ``share`` in the next ``read_data``, of the plan that was offered."""
+        """Take part in ``share`` in the next ``read_data``, which must be for the plan that was offered."""
         if self._node_reads is not None:
             self._node_reads.agree(share, rank)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the planner's tensors and hand it its Python objects; file after file, in file order."""
+        """Fill the planner's tensors and hand it its Python objects: file after file.
+
+        Raises ``CorruptCheckpointError`` for what is missing or fails its checksum.
+        """
         assert self._opened is not None, "read_metadata comes first"
         store = open_store(self._opened.checkpoint_id)
         shape = read_shape(traits_of(store))

@@ -1,4 +1,4 @@
-"""How one record is read: which bytes, and what is done with them."""
+"""Reads one record: decides which bytes, and what is done with them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from ray_dcp.reads.wanted import WantedRecord
 from ray_dcp.torch_private import ExtensionRegistry, StorageInfo, StreamTransformExtension, narrow_tensor_by_index
 
 _FOLDER = 1 << 4
-"""In the attributes of a zip entry."""
+"""The bit in a zip entry's attributes that marks a folder."""
 
 
 class RecordReads:
-    """Of one checkpoint. ``tensors`` is what its metadata says of each name."""
+    """The reads of the records of one checkpoint. ``tensors`` is what its metadata says of each name."""
 
     def __init__(self, files: CheckpointFiles, tensors: dict[str, Any], *, shape: ReadShape, unchecked: bool) -> None:
         self._files = files
@@ -58,7 +58,8 @@ class RecordReads:
     ) -> list[bytes]:
         """Fill the targets of each record from ``held``, the run's bytes, which lie at ``address``.
 
-        There is one for each item; None for a Python object, of all of which the checked records are returned.
+        A record has one target for each of its items; None stands for the targets of a Python object. Returns the
+        checked records of the Python objects, in the order of the run.
         """
         start = run[0].offset
         python = []
@@ -78,7 +79,7 @@ class RecordReads:
         return python
 
     def _is_all_of(self, wanted: WantedRecord, table: EntryTable, targets: Sequence[torch.Tensor]) -> bool:
-        """Whether a target takes a small chunk as it is: what most small reads are for."""
+        """Whether the only target takes a small chunk whole, as it is stored: most small reads are for such ones."""
         number, target = wanted.number, targets[0]
         return (
             len(targets) == 1
@@ -107,7 +108,7 @@ class RecordReads:
         put_small(found, self._files.shown(wanted.key), targets, content[start : start + found.nbytes])
 
     def large_read(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> Callable[[Lane], int]:
-        """What fills ``targets`` from the blocks that hold them, and returns how many bytes it read."""
+        """A function that fills ``targets`` from the blocks that hold them, and returns how many bytes it read."""
         if wanted.table is None:
             return functools.partial(self._read_torch_record, wanted, targets)
         return self._prepared(self._read_of(wanted.table[wanted.number], wanted, targets), targets)
@@ -123,7 +124,7 @@ class RecordReads:
             raise self._files.damaged(error, read.key, read.fqn, read.offset, read.nbytes) from error
 
     def _read_torch_record(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], lane: Lane) -> int:
-        """Where the payload lies only the record itself says."""
+        """Read a record of torch's: only the record itself says where its payload lies."""
         get = functools.partial(self._files.get, wanted.key, wanted.fqn)
         read = self._of_torch(wanted, targets, lambda offset, nbytes: get(wanted.offset + offset, nbytes))
         if read is not None and not read.in_pieces:
@@ -133,7 +134,7 @@ class RecordReads:
         return len(content)
 
     def passing(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> RecordRead | None:
-        """The read of a record whose bytes can be put straight into ``targets`` as they pass in order; else None."""
+        """The read of a record whose bytes can be put into ``targets`` as they pass in order, or None."""
         if wanted.table is None:
             return None
         read = self._read_of(wanted.table[wanted.number], wanted, targets)
@@ -144,7 +145,7 @@ class RecordReads:
         return read if in_rows else None
 
     def read_blocks(self, read: RecordRead, start: int, into: memoryview, lane: Lane) -> None:
-        """Fill ``into`` with what follows ``start`` in the payload of a tensor, checked; from block to block."""
+        """Fill ``into`` with the bytes from ``start`` on of a tensor's payload, and check them; from block to block."""
         try:
             lane.file(self._files, read.key)(read.offset + start, [into])
         except MISSING as error:
@@ -152,7 +153,7 @@ class RecordReads:
         require_right(read, self._files.shown(read.key), into, start)
 
     def _checked_python(self, wanted: WantedRecord, content: memoryview) -> bytes:
-        """The record of a Python object, as it was written."""
+        """The record of a Python object as it was written, checked."""
         record, table = bytes(content), wanted.table
         if table is None:
             record = _transformed(wanted.info, record)
@@ -163,7 +164,7 @@ class RecordReads:
         return record
 
     def _read_of(self, entry: Entry, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> RecordRead:
-        """What is read of a tensor that the manifest describes. Raises where that does not fit the metadata."""
+        """The read of a tensor that the manifest describes. Raises where that does not fit the metadata."""
         dtype = TORCH_DTYPES.get(entry.dtype or "")
         if dtype is None:
             file = self._files.shown(entry.file)
@@ -173,13 +174,13 @@ class RecordReads:
         return read
 
     def of_entry(self, entry: Entry, boxes: tuple[Box, ...]) -> RecordRead:
-        """What is read for ``boxes`` of a tensor, and by what it is checked; for whole blocks of it with none."""
+        """The read for ``boxes`` of a tensor, with what checks it; without boxes, it serves to check whole blocks."""
         return read_of_entry(entry, boxes, unchecked=self._unchecked)
 
     def _of_torch(
         self, wanted: WantedRecord, targets: Sequence[torch.Tensor], get: Callable[[int, int], bytes]
     ) -> RecordRead | None:
-        """What is read of a tensor in a record of torch's; None where only torch can read it."""
+        """The read of a tensor in a record of torch's; None where only torch can read it."""
         described = self._tensors.get(wanted.fqn)
         if (wanted.info and wanted.info.transform_descriptors) or not isinstance(described, TensorStorageMetadata):
             return None
@@ -199,7 +200,10 @@ class RecordReads:
         return read
 
     def _load_with_torch(self, wanted: WantedRecord, targets: Sequence[torch.Tensor], content: bytes) -> None:
-        """For what torch alone can read: by the record's own zip CRCs, with its restricted unpickler."""
+        """Fill ``targets`` from a record that only torch can read.
+
+        The record is checked by its own zip CRCs, and loaded with torch's restricted unpickler.
+        """
         file = self._files.shown(wanted.key)
         record = _transformed(wanted.info, content)
         self._verify_zip(record, wanted)
@@ -221,9 +225,9 @@ class RecordReads:
             target.copy_(narrow_tensor_by_index(loaded, item.storage_offsets, item.lengths))
 
     def _verify_zip(self, content: bytes, wanted: WantedRecord) -> None:
-        """Raise when a zip entry fails its CRC.
+        """Raise ``CorruptCheckpointError`` when a zip entry fails its CRC.
 
-        Old pickles that are no zip file have none to check, nor has what torch wrote with its checksums turned off
+        Old pickles that are not zip files have no CRC to check. Nor has what torch wrote with its checksums turned off
         (``torch.serialization.set_crc32_options(False)``): it then puts 0 for all of them.
         """
         try:
@@ -232,7 +236,7 @@ class RecordReads:
             with zipfile.ZipFile(io.BytesIO(content)) as record:
                 has_checksums = any(stored.CRC for stored in record.infolist())
                 damaged = record.testzip() if has_checksums else None
-                # Of what is marked as a folder torch reads nothing, and unpickles whatever its memory held before.
+                # torch reads nothing of an entry that is marked as a folder, and unpickles what its memory held before.
                 damaged = damaged or next((e.filename for e in record.infolist() if e.external_attr & _FOLDER), None)
         except Exception as error:  # noqa: BLE001 - a damaged method leads into zlib, lzma or bz2, each with its own
             damaged = str(error) or type(error).__name__
@@ -260,7 +264,7 @@ def _is_in_order(target: torch.Tensor) -> bool:
 
 
 def _chunk_sizes(described: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
-    """Of the stored chunk that ``index`` names; its position is a hint."""
+    """The shape of the stored chunk that ``index`` names, whose position is only a hint; empty where there is none."""
     if index.index is not None and index.index < len(described.chunks):
         chunk = described.chunks[index.index]
         if chunk.offsets == index.offset:

@@ -1,7 +1,7 @@
 """A folder of safetensors files as a checkpoint: DCP's metadata and a manifest, made from the files' headers.
 
-Both what Hugging Face's libraries write (one file, or several with an index) and what torch's
-``HuggingFaceStorageWriter`` writes, whose headers may say where in the whole tensor a chunk lies.
+The files may be those of Hugging Face's libraries (one file, or several with an index) or of torch's
+``HuggingFaceStorageWriter``, whose headers may say where in the whole tensor a chunk lies.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _SHARDING = "DCP_SHARDING_INFO"
-"""In the header's texts: JSON, where in its whole tensor each chunk starts. Torch's word."""
+"""The key of torch's, among the header's texts, for the JSON that says where in its whole tensor each chunk starts."""
 _OFFSETS = "saved_offsets"
 _MAX_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFolder:
-    """What the files' headers say: ``.metadata`` and manifest, as they would be on disk."""
+    """What the files' headers say, as the ``.metadata`` and manifest that would be on disk."""
 
     metadata: bytes
     manifest: bytes
@@ -56,9 +56,9 @@ class SafetensorsFolder:
 def find_safetensors(store: Store, only: str = "") -> SafetensorsFolder | None:
     """Read the headers of the safetensors files directly in ``store``; None where there are none.
 
-    The files are those that the index names; without an index ``model.safetensors``, or else all there are. With
-    ``only`` it is that file. Raises ``CorruptCheckpointError`` where a header is wrong, where index and files differ
-    in names, and where a tensor's chunks are not a whole.
+    The files are those that the index names; without an index ``model.safetensors``, or else all safetensors files.
+    With ``only`` it is that file alone. Raises ``CorruptCheckpointError`` where a header is wrong, where the index and
+    the files differ in names, and where a tensor's chunks do not make up a whole one.
     """
     held = {one.key: one for one in store.list() if "/" not in one.key}
     index = "" if only else _index_of(store, held)
@@ -89,7 +89,7 @@ def find_safetensors(store: Store, only: str = "") -> SafetensorsFolder | None:
 
 
 def _index_of(store: Store, held: Mapping[str, StoredObject]) -> str:
-    """The index that says which files belong together; "" for none."""
+    """The name of the index that says which files belong together; "" where there is none."""
     found = sorted(key for key in held if key.endswith(INDEX_SUFFIX))
     if INDEX in found:
         return INDEX
@@ -116,7 +116,7 @@ def _read_index(store: Store, index: str) -> dict[str, str]:
 
 
 def _require_as_indexed(store: Store, index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
-    """Index and files name the same tensors, and the same file for each."""
+    """Raise unless index and files name the same tensors, and the same file for each."""
     in_files = {(tensor.name, file) for file, header in headers.items() for tensor in header.tensors}
     if lacking := sorted(weight_map.items() - in_files):
         raise CorruptCheckpointError(
@@ -165,7 +165,7 @@ def _entries(store: Store, file: str, header: Header) -> list[Entry]:
 
 
 def _chunk_starts(store: Store, file: str, header: Header) -> dict[str, tuple[int, ...]]:
-    """Where each tensor of the file starts in its whole one, where the header says so."""
+    """The offsets of each tensor of the file in its whole tensor, by name; empty where the header does not say."""
     text = header.texts.get(_SHARDING)
     if text is None:
         return {}
@@ -221,7 +221,7 @@ def _whole(store: Store, chunks: Sequence[Entry]) -> TensorStorageMetadata:
 
 
 def _require_tiled(store: Store, chunks: Sequence[Entry], size: tuple[int, ...]) -> None:
-    """The chunks lie apart and leave no hole, so the tensor has one value everywhere."""
+    """Raise unless the chunks lie apart and leave no hole, so that the tensor has one value everywhere."""
     repeated = len({(chunk.offsets, chunk.sizes) for chunk in chunks}) < len(chunks)
     pair = next(overlapping([(chunk.offsets or (), chunk.sizes or ()) for chunk in chunks]), None)
     if repeated or pair is not None:

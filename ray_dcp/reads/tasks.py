@@ -19,7 +19,7 @@ from ray_dcp.reads.record_reads import RecordReads
 from ray_dcp.reads.wanted import WantedRecord
 
 Loaded = list[Callable[[], None]]
-"""What is to be done once a read has ended."""
+"""Functions to call once a read has ended."""
 
 
 class NamedBytes(io.BytesIO):
@@ -39,7 +39,7 @@ class KeepsRecords(LoadPlanner):
 
 
 class RecordTasks:
-    """For one planner. ``nbytes_loaded`` counts what it has been given."""
+    """The reads for one planner. ``nbytes_loaded`` counts the bytes that it has been given."""
 
     def __init__(self, planner: LoadPlanner, reads: RecordReads, files: CheckpointFiles, shape: ReadShape) -> None:
         self._planner = planner
@@ -52,10 +52,10 @@ class RecordTasks:
     def of(
         self, wanted: Mapping[str, Sequence[WantedRecord]], is_done: Callable[[WantedRecord], bool]
     ) -> Iterator[Task[Loaded]]:
-        """File after file; in each the large records that are not done, then the small ones.
+        """Yield the reads, file after file: in each the large records that are not done, then the small ones.
 
-        The planner is asked for a tensor when its read is the next, as torch does it: it may make one each time. Only
-        one that gives the memory of the state itself is asked for several.
+        The planner is asked for a tensor when its read is next, as torch does it: it may make a tensor each time. Only
+        a planner that gives the memory of the state itself is asked for several at once.
         """
         in_place = getattr(self._planner, "resolves_in_place", False) is True
         for records in wanted.values():
@@ -67,7 +67,7 @@ class RecordTasks:
                 yield self._run(run)
 
     def targets(self, record: WantedRecord) -> list[torch.Tensor]:
-        """What the planner gives to fill from a record, one for each of its items."""
+        """The tensors that the planner gives to fill from a record, one for each of its items."""
         return [self._target(item, record.key) for item in record.items]
 
     def loaded(self, record: WantedRecord, targets: Sequence[torch.Tensor]) -> Loaded:
@@ -138,7 +138,7 @@ class RecordTasks:
 
 
 def count_as_changed(tensors: Sequence[torch.Tensor]) -> None:
-    """Have autograd know that ``tensors`` are written to: torch does not see it, since their memory is filled directly.
+    """Tell autograd that ``tensors`` are written to: torch does not see it, since their memory is filled directly.
 
     A backward pass through what was computed from the old values then raises, as after every other change in place.
     """

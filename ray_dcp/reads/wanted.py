@@ -1,4 +1,4 @@
-"""From a plan's read items to the records that hold them, file by file.
+"""Finds the records that hold a plan's read items, file by file.
 
 Where a manifest belongs to the metadata, it says where each payload lies and by what it is checked; else
 ``.metadata`` says where each record lies, and the record itself the rest.
@@ -25,20 +25,25 @@ class WantedRecord(NamedTuple):
     """A record and what a rank wants of it; a tuple, since a rank may want tens of thousands."""
 
     key: str
+    """The file."""
     offset: int
-    """Of the bytes that hold the value: the payload where the manifest says where that is, else the whole record."""
+    """Offset in the file of the bytes that hold the value.
+
+    These are the payload where the manifest says where that is, else the whole record.
+    """
     nbytes: int
+    """Length of those bytes."""
     items: Sequence[ReadItem]
     info: StorageInfo | None
-    """Where torch wrote the checkpoint."""
+    """What ``.metadata`` says of the record's place; None where the manifest says it."""
     table: EntryTable | None
-    """Where the manifest says more: of each record, ..."""
+    """The manifest's entries; None for a checkpoint without a manifest."""
     number: int
-    """... of this one in this row; -1 where it does not."""
+    """The row of this record in ``table``; -1 without a table."""
 
     @property
     def entry(self) -> Entry | None:
-        """What the manifest says, made anew each time."""
+        """The manifest's entry for the record, made anew each time; None without a manifest."""
         return None if self.table is None else self.table[self.number]
 
     @property
@@ -47,7 +52,7 @@ class WantedRecord(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """Whether it is read whole, together with its neighbours."""
+        """Whether the record is read whole, together with its neighbours."""
         return is_small(self.nbytes, is_tensor=self.items[0].type != LoadItemType.BYTE_IO)
 
 
@@ -56,21 +61,24 @@ def large_of(wanted: Mapping[str, Sequence[WantedRecord]]) -> Iterator[WantedRec
 
 
 class WantedRecords:
-    """What plans want of one checkpoint. ``entries`` is its manifest, where it has one."""
+    """The records that plans want of one checkpoint. ``entries`` are those of its manifest, None where it has none."""
 
     def __init__(self, metadata: Metadata, entries: EntryTable | None, files: CheckpointFiles) -> None:
         self.entries = entries
         self._metadata = metadata
         self._files = files
         self._grouped: tuple[LoadPlan, dict[str, list[WantedRecord]]] | None = None
-        """The plan that was last looked at."""
+        """The plan that was last looked at, and what ``by_file`` returned for it."""
         self._numbers: dict[tuple[str, tuple[int, ...] | None], int] = {}
         if entries is not None:
             chunks = zip(entries.column("fqn"), entries.column("offsets"), strict=True)
             self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
 
     def by_file(self, plan: LoadPlan) -> dict[str, list[WantedRecord]]:
-        """The records that ``plan`` wants of each file, in the order of their places in it."""
+        """The records that ``plan`` wants of each file, in the order of their places in it.
+
+        Raises ``CorruptCheckpointError`` where the metadata has no place for an item, or the manifest disagrees.
+        """
         if self._grouped is not None and self._grouped[0] is plan:
             return self._grouped[1]
         records = self._by_place(plan) if self.entries is None else self._by_entry(plan, self.entries)
@@ -83,11 +91,11 @@ class WantedRecords:
         return by_file
 
     def forget(self) -> None:
-        """Keep nothing of the plan that was last looked at."""
+        """Forget the plan that was last looked at."""
         self._grouped = None
 
     def _by_entry(self, plan: LoadPlan, table: EntryTable) -> list[WantedRecord]:
-        """By the manifest, which belongs to this metadata: its digest says so."""
+        """The records by the manifest, which belongs to this metadata: its digest says so."""
         numbers = self._numbers
         items_of: dict[int, list[ReadItem]] = {}
         for item in plan.items:
@@ -125,7 +133,7 @@ class WantedRecords:
 
     def _info(self, item: ReadItem) -> StorageInfo:
         info = (self._metadata.storage_data or {}).get(item.storage_index)
-        # Damage may leave one without all its parts; a user's own writer may have put something else.
+        # Damage may leave out some of its parts; a user's own writer may have put something else.
         if not isinstance(info, StorageInfo) or not {"relative_path", "offset", "length"} <= vars(info).keys():
             raise CorruptCheckpointError(
                 f"names no place for the chunk at {item.storage_index.offset}",

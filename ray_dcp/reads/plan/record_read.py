@@ -1,11 +1,11 @@
-"""``RecordRead``: what is read of one stored payload, as a value that can be printed, compared and sent anywhere.
+"""``RecordRead``: the read of one stored payload, as a value that can be printed, compared and sent anywhere.
 
 ::
 
     read items -> WantedRecord (wanted) -> RecordRead -> ranges() -> LargeRead.run (fill), in a lane (engine)
 
-``sections`` is all that decides which bytes are asked for and in which order; whoever reads follows it, and
-``ranges`` shows it read by read.
+``sections`` alone decides which bytes are asked for, and in which order; whoever reads follows it, and ``ranges``
+shows it read by read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from ray_dcp.reads.plan.rows import BoxPiece, Rows, box_pieces, rows_of, spans
 from ray_dcp.reads.plan.shape import ReadShape
 
 BOX_NBYTES = 16 * BLOCK_NBYTES
-"""Read at a time of a box that is not rows: large enough that the blocks at its ends, read twice, cost little."""
+"""Bytes that are read at a time of a box that is not rows.
+
+Enough that the blocks at a piece's ends, which are read twice, cost little.
+"""
 ALL = -1
+"""Stands for all boxes, in place of the number of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,9 @@ class Box:
     """A part of a stored chunk that a rank wants."""
 
     offsets: tuple[int, ...]
+    """Begin of the part in the chunk, in elements of each dimension."""
     lengths: tuple[int, ...]
+    """Shape of the part."""
     is_direct: bool = True
     """Whether the memory that it goes to holds the stored bytes as they are: contiguous, on the CPU, of that dtype."""
 
@@ -44,30 +50,35 @@ class Section:
     """Bytes of a payload that are read one after the other, ``step`` at a time."""
 
     start: int
-    """In the payload."""
+    """Offset of the first byte in the payload."""
     end: int
+    """Offset in the payload behind the last byte."""
     step: int
+    """Most bytes of one read."""
     box: int
-    """Number of the box that they are for, or ``ALL``."""
+    """Number of the box that the bytes are for, or ``ALL``."""
     is_straight: bool
-    """Whether they go straight to where they belong; else they pass through memory of the reader's."""
+    """Whether the bytes go straight to where they belong; else they pass through the reader's memory."""
     piece: BoxPiece | None = None
-    """What of a box that is not rows is taken out of them, in one step."""
+    """The part of a box that is not rows, which is taken out of the bytes in one step; None for boxes of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRead:
-    """A chunk's payload in a file, by what it is checked, and the boxes that are wanted of it."""
+    """A chunk's payload in a file, what it is checked by, and the boxes that are wanted of it."""
 
     key: str
+    """The file."""
     fqn: str
     offset: int
-    """Of the payload in the file."""
+    """Offset of the payload in the file, in bytes."""
     nbytes: int
+    """Length of the payload."""
     check: Check
     dtype: str
-    """As the manifest has it: ``float32``."""
+    """The dtype's name as the manifest has it, such as ``float32``."""
     sizes: tuple[int, ...]
+    """Shape of the chunk."""
     boxes: tuple[Box, ...]
 
     @property
@@ -76,7 +87,7 @@ class RecordRead:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the check is one of this payload and the boxes lie in the chunk."""
+        """Whether the check is for a payload of this length and complete, and the boxes lie in the chunk."""
         return (
             self.check.nbytes == self.nbytes
             and self.check.is_complete
@@ -89,11 +100,11 @@ class RecordRead:
 
     @property
     def is_all_in_one(self) -> bool:
-        """Whether one box wants everything."""
+        """Whether there is one box, which wants the whole chunk."""
         return len(self.boxes) == 1 and self.boxes[0].lengths == self.sizes
 
     def rows(self, box: Box) -> Rows | None:
-        """The box as equally spaced rows of the payload; None where it is empty or no such rows."""
+        """The box as equally spaced rows of the payload; None where it is empty, or its rows are not equally spaced."""
         if box.is_empty:
             return None
         if box.lengths == self.sizes:  # nearly all of them
@@ -103,17 +114,17 @@ class RecordRead:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether boxes are taken piece by piece, each by itself: one goes through a conversion, or is not rows."""
+        """Whether each box is taken by itself, piece by piece: so if any of them is converted, or is not rows."""
         return any(not box.is_empty and (not box.is_direct or self.rows(box) is None) for box in self.boxes)
 
     def ranges(self, shape: ReadShape) -> Iterator[tuple[int, int]]:
-        """Yield (start, end) in the file of every read, in order."""
+        """Yield (start, end) of every read, in order; in bytes of the file."""
         for section in self.sections(shape):
             for at in range(section.start, section.end, section.step):
                 yield self.offset + at, self.offset + min(at + section.step, section.end)
 
     def sections(self, shape: ReadShape) -> list[Section]:
-        """What is read: whole blocks where blocks are checked, and nothing that no box needs.
+        """The sections to read, in order: whole blocks where blocks are checked, and nothing that no box needs.
 
         A section of one box goes on where the one before has ended or begins at a block, so a block may be checked
         over several reads; see ``RunningCheck``.
@@ -158,7 +169,7 @@ class RecordRead:
 
 
 def read_of_entry(entry: Entry, boxes: tuple[Box, ...], *, unchecked: bool = False) -> RecordRead:
-    """What is read for ``boxes`` of a tensor that a manifest describes; ``unchecked`` where it has no checksums."""
+    """The read for ``boxes`` of a tensor that a manifest describes; ``unchecked`` where it has no checksums."""
     check = Check(entry.payload_nbytes, None if unchecked else entry.block_crcs)
     return RecordRead(
         entry.file, entry.fqn, entry.payload_offset, entry.payload_nbytes, check, entry.dtype or "",

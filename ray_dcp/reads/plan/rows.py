@@ -1,4 +1,4 @@
-"""Where a box of a stored chunk lies in its payload: as equally spaced rows, or as pieces of bounded size."""
+"""Finds where a box of a stored chunk lies in its payload: as equally spaced rows, or as pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """Of the last row."""
+        """The element of the payload behind the last row."""
         return self.first + (self.num - 1) * self.stride + self.width
 
 
 @functools.lru_cache(maxsize=4096)  # a model has thousands of tensors and a dozen layouts
 def rows_of(sizes: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Rows | None:
-    """The box at ``offsets`` of shape ``lengths`` in a row-major chunk of shape ``sizes``.
+    """The rows of the box at ``offsets`` of shape ``lengths`` in a row-major chunk of shape ``sizes``.
 
-    None where its rows do not all lie equally far apart. The box is not empty.
+    None where the rows are not equally spaced. The box must not be empty.
     """
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -38,7 +38,7 @@ def rows_of(sizes: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int
         return Rows(first, math.prod(sizes), math.prod(sizes), 1)
     last = cut[-1]
     above = [dim for dim in range(last) if lengths[dim] > 1]
-    # Equally far apart: each step in an outer dimension goes on where the steps in the next inner one would.
+    # Equally spaced: each step in an outer dimension goes on where the steps in the next inner one would.
     if any(strides[outer] != lengths[inner] * strides[inner] for outer, inner in itertools.pairwise(above)):
         return None
     stride = strides[above[-1]] if above else sizes[last] * strides[last]
@@ -46,7 +46,7 @@ def rows_of(sizes: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int
 
 
 def spans(rows: Rows, unit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of elements that hold all rows, in order, each from one multiple of ``unit`` to another.
+    """Yield ranges of elements that hold all rows, in order, each from one multiple of ``unit`` to another.
 
     A gap between rows that holds a whole unit is left out.
     """
@@ -63,18 +63,18 @@ def spans(rows: Rows, unit: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class BoxPiece:
-    """Some rows of a chunk's first dimensions, and which part of a box lies in them."""
+    """Some rows of a chunk's first dimensions, and the part of a box that lies in them."""
 
     start: int
-    """Of its bytes in the payload."""
+    """Offset of the rows' first byte in the payload."""
     sizes: tuple[int, ...]
-    """Shape of those bytes."""
+    """Shape of the rows."""
     offsets: tuple[int, ...]
-    """Of the wanted part in them."""
+    """Begin of the wanted part in the rows, in elements of each dimension."""
     lengths: tuple[int, ...]
     """Shape of the wanted part."""
     place: tuple[int | slice, ...]
-    """Of the wanted part in the box, as an index."""
+    """Place of the wanted part in the box, as an index."""
 
 
 def box_pieces(

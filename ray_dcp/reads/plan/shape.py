@@ -1,4 +1,4 @@
-"""How a store is best read: how much at once, what is read together, and how many reads are under way."""
+"""How a store is best read: how much at once, what together, and with how many reads under way."""
 
 from __future__ import annotations
 
@@ -12,36 +12,42 @@ from ray_dcp.store.ranges import joined
 from ray_dcp.store.store import StoreTraits
 
 _CACHED_UNIT_NBYTES = BLOCK_NBYTES
-"""Stays in a core's own cache until it is checked and copied on; a whole block, so that no damage gets further.
+"""Bytes that stay in a core's own cache until they are checked and copied on.
+
+A whole block, so that no damage gets further.
 
 1 GiB read, checked and copied as columns by two ranks: a quarter 264 ms, half 246, one block 250, two 281.
 """
 _CACHED_PIECE_NBYTES = BLOCK_NBYTES // 2
-"""Stays in a core's own cache; measured against an eighth, a quarter, one and two blocks."""
+"""Bytes that stay in a core's own cache; measured against an eighth, a quarter, one and two blocks."""
 _ONE_THREAD_BATCH_NBYTES = 512 * BLOCK_NBYTES
 _BATCH_NBYTES = 64 * BLOCK_NBYTES
-"""Where several threads read: small enough that all of them find something to do."""
+"""Bytes of a batch where several threads read: few enough that all threads find something to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadShape:
-    """How a store is best read."""
+    """The sizes, in bytes, and the number of reads with which a store is best read."""
 
     unit_nbytes: int
-    """Of a large payload at once, where it passes through memory of the reader's."""
+    """Bytes of a large payload that are read at once, where it passes through the reader's memory."""
     piece_nbytes: int
-    """Of one that goes straight to where it belongs."""
+    """Bytes of a large payload that are read at once, where it goes straight to where it belongs."""
     run_nbytes: int
-    """Of small payloads at once."""
+    """Bytes of small payloads that are read at once."""
     max_gap_nbytes: int
-    """Between two of them: more is left out."""
+    """Most bytes between two small payloads of one read: a larger gap is left out."""
     num_in_flight: int
+    """Number of reads under way at once."""
     batch_nbytes: int = 0
-    """Of large payloads that are read one after the other without a look at anything else; 0: each by itself."""
+    """Bytes of large payloads that are made ready together and read one after the other; 0: each by itself."""
 
 
 def read_shape(traits: StoreTraits) -> ReadShape:
-    """What the page cache holds is read a few blocks at a time and checked while the CPU's cache has it."""
+    """The shape for a store of these traits.
+
+    What the page cache holds is read at most a few blocks at a time, and checked while the CPU's cache has it.
+    """
     if traits.page_cache:
         num_in_flight = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
         return ReadShape(
@@ -75,7 +81,7 @@ P = TypeVar("P", bound=Part)
 
 
 def runs(parts: Iterable[P], shape: ReadShape) -> Iterator[list[P]]:
-    """``parts``, in order of their offsets, in runs to be read at once; one that is longer than a run is alone."""
+    """Yield ``parts``, sorted by their offsets, in runs to be read at once; one longer than a run is alone."""
     for _, _, run in joined(parts, _place, max_gap=shape.max_gap_nbytes, max_length=shape.run_nbytes):
         yield run
 
@@ -85,7 +91,7 @@ def _place(part: Part) -> tuple[int, int]:
 
 
 def batches(parts: Iterable[P], nbytes: int) -> Iterator[list[P]]:
-    """``parts`` in their order; each batch but the last is the shortest that has ``nbytes``, and never empty."""
+    """Yield ``parts`` in their order in batches; each but the last is the shortest of ``nbytes`` or more."""
     batch: list[P] = []
     held = 0
     for part in parts:
@@ -99,5 +105,5 @@ def batches(parts: Iterable[P], nbytes: int) -> Iterator[list[P]]:
 
 
 def is_small(nbytes: int, *, is_tensor: bool) -> bool:
-    """Whether a record is read whole, together with its neighbours: Python objects always are."""
+    """Whether a record is read whole, together with its neighbours, as Python objects always are."""
     return nbytes <= BLOCK_NBYTES or not is_tensor

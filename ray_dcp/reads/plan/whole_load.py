@@ -1,8 +1,8 @@
-"""What the ranks of a load would read: of which files, in which ranges, with how many requests.
+"""Plans what the ranks of a load would read: of which files, in which ranges, with how many requests.
 
-Made from the manifest alone, of the same ``RecordRead``s and runs that a load carries out. Tensors are split by rows,
-as by ``Shard(0)``; Python values are read by every rank. Each rank reads for itself: what the ranks of a node may read
-for each other depends on where they run.
+The plan is made from the manifest alone, of the same ``RecordRead``s and runs that a load carries out. Tensors are
+split by rows, as by ``Shard(0)``; Python values are read by every rank. Each rank reads for itself: what the ranks of a
+node may read for each other depends on where they run.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ray_dcp.store.ranges import joined
 
 @dataclass(frozen=True, slots=True)
 class FileReads:
-    """What one rank reads of one file."""
+    """The reads of one rank from one file."""
 
     file: str
     num_requests: int
     nbytes: int
-    """Of all requests."""
+    """Bytes of all requests together."""
     ranges: Sequence[tuple[int, int]]
-    """(start, end) of all bytes that are read, in order; neighbours joined."""
+    """(start, end) in the file of all bytes that are read, in order; neighbours are joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReads:
-    """What one rank reads."""
+    """The reads of one rank."""
 
     rank: int
     num_requests: int
     nbytes_read: int
     nbytes_wanted: int
-    """Of its tensors and Python values: less than what is read where blocks are read whole for a part of them."""
+    """Bytes of the rank's tensors and Python values: fewer than it reads where it needs only a part of some blocks."""
     files: Sequence[FileReads]
 
 
@@ -51,6 +51,7 @@ class PlannedLoad:
     checkpoint_id: str
     num_ranks: int
     ranks: Sequence[RankReads]
+    """The reads of each rank, in rank order."""
 
 
 def plan_load(checkpoint_id: str, entries: Iterable[Entry], shape: ReadShape, num_ranks: int) -> PlannedLoad:
@@ -96,7 +97,7 @@ def _whole(entry: Entry) -> RecordRead:
 
 
 def _parts_of(chunks: Sequence[Entry], rank: int, num_ranks: int) -> Iterator[RecordRead]:
-    """What a rank reads of one tensor."""
+    """Yield the reads of one tensor by a rank, one for each chunk that has some of its rows."""
     tensors = [chunk for chunk in chunks if chunk.dtype is not None]
     ends = [(chunk.offsets[0] if chunk.offsets else 0) + chunk.sizes[0] if chunk.sizes else 0 for chunk in tensors]
     rows = max(ends, default=0)
@@ -111,7 +112,7 @@ def _parts_of(chunks: Sequence[Entry], rank: int, num_ranks: int) -> Iterator[Re
 
 
 def _part(sizes: Sequence[int], offsets: Sequence[int], first: int, end: int) -> Box:
-    """What rows ``first`` to ``end`` of a tensor have of its chunk at ``offsets``; all of it where it has no rows."""
+    """The part of a chunk at ``offsets`` that lies in rows ``first`` to ``end`` of its tensor; all of a 0-dim one."""
     if not sizes:
         return Box((), ())
     at = offsets[0] if offsets else 0

@@ -1,7 +1,7 @@
 """``NodeReads``: all that a reader knows of shared reads. Without one, a rank reads everything by itself.
 
-Called in this order in each load: ``offer`` by each rank, with its plan; ``agree`` with what the coordinator answers;
-``fill`` before anything else is read. What is not among the entries that it says are filled is read as ever.
+Each load calls in this order: ``offer`` on each rank, with its plan; ``agree`` with what the coordinator answers; and
+``fill`` before anything else is read. It returns the entries that are filled; the others are read as without it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ray_dcp.store.store import StoreTraits
 
 
 class NodeReads:
-    """One rank's way to the reads that its node shares. ``nbytes_read`` counts what it has read for all."""
+    """One rank's way to the reads that its node shares. ``nbytes_read`` counts the bytes that it has read for all."""
 
     def __init__(self, sharing: NodeMemory) -> None:
         self._sharing = sharing
         self._agreed: tuple[NodeShare, int] | None = None
-        """What the next ``fill`` takes part in, with this rank."""
+        """The share that the next ``fill`` takes part in, and this rank."""
         self.nbytes_read = 0
 
     def offer(
@@ -49,7 +49,7 @@ class NodeReads:
             return None
         straight_ones_too = world_size * rules.straight_weight >= rules.min_repeats
         wants: list[Want | None] = []
-        with suppress(CorruptCheckpointError):  # what is wrong with the plan is told when it is read
+        with suppress(CorruptCheckpointError):  # faults of the plan are told when it is read
             for record in large_of(records.by_file(plan)):
                 if not straight_ones_too and goes_straight(record):
                     continue
@@ -58,7 +58,7 @@ class NodeReads:
         return offer_of([want for want in wants if want is not None], self._sharing, rules, opened)
 
     def agree(self, share: NodeShare | None, rank: int) -> None:
-        """Take part in ``share`` in the next ``fill``, of the plan that was offered."""
+        """Take part in ``share`` in the next ``fill``, which must be for the plan that was offered."""
         self._agreed = (share, rank) if share is not None else None
 
     def fill(
@@ -69,7 +69,7 @@ class NodeReads:
         tasks: RecordTasks,
         shape: ReadShape,
     ) -> set[int]:
-        """Read with the other ranks of this node what was agreed on; the numbers of the entries that are filled."""
+        """Read what was agreed on with other ranks of this node; return the numbers of the entries that are filled."""
         agreed, self._agreed = self._agreed, None
         entries = records.entries
         if agreed is None or entries is None:

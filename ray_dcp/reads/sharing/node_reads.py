@@ -1,7 +1,7 @@
 """A rank's part in what the ranks of its node read for each other; see ``planning/node_sharing.py``.
 
-Window after window: read and check my part, take mine of it, and take mine of what the others have read some windows
-before. There is room for several windows, so that ranks seldom wait.
+Window after window, a rank reads and checks its part and takes what it wants of it, and takes what it wants of what the
+others have read some windows before. There is room for several windows, so that ranks seldom wait.
 """
 
 from __future__ import annotations
@@ -43,14 +43,19 @@ from ray_dcp.store.store import StoreTraits
 logger = logging.getLogger(__name__)
 
 ReadBlocks = Callable[[int, int, memoryview, Lane], None]
-"""(number of an entry, start in its payload, buffer, lane): fill it with checked bytes from there on; whole blocks."""
+"""A function (number of an entry, start in its payload, buffer, lane) that fills the buffer with checked bytes.
+
+The bytes are those from ``start`` on, in whole blocks.
+"""
 
 
 def share_rules(traits: StoreTraits) -> ShareRules:
-    """What the page cache holds passes in pieces that a core's own cache holds; a bucket gets few large requests.
+    """The rules for a store of these traits.
+
+    What the page cache holds passes in pieces that fit a core's own cache; a bucket gets few large requests.
 
     Two ranks that take rows out of the same blocks are quicker together (1 GiB, columns of what is stored by rows: 227
-    to 247 ms); of what goes straight to its place each of two reads all of it sooner from the page cache.
+    to 247 ms). What goes straight to its place, each of two ranks reads sooner from the page cache by itself.
     """
     if traits.page_cache:
         return ShareRules(min_repeats=2, rank_nbytes=2 * BLOCK_NBYTES, num_windows=4, straight_weight=2 / 3)
@@ -60,11 +65,11 @@ def share_rules(traits: StoreTraits) -> ShareRules:
 def offer_of(
     wants: Sequence[Want], sharing: NodeMemory, rules: ShareRules, opened: OpenedCheckpoint
 ) -> ShareOffer | None:
-    """What a rank offers that has ``opened`` a checkpoint; None where it can share memory with nobody."""
+    """The offer of a rank that has ``opened`` a checkpoint; None where it can share memory with nobody."""
     memory = sharing.memory()
     if memory is None:
         return None
-    # An entry's number means the same to those who have the same manifest.
+    # An entry's number means the same to ranks that have the same manifest.
     return ShareOffer(
         f"{memory}:{opened.checkpoint_id}:{crc32(opened.manifest or b''):08x}",
         sharing.free_nbytes(),
@@ -75,7 +80,7 @@ def offer_of(
 
 
 def want_of(number: int, read: RecordRead) -> Want | None:
-    """The blocks that the boxes of a read need; None where they are not one run."""
+    """The blocks that the boxes of a read need, as a ``Want``; None where they are not one run."""
     unit = BLOCK_NBYTES // read.itemsize
     of_boxes = [rows for box in read.boxes if (rows := read.rows(box)) is not None]
     # Gaps of a block or more between two rows are not read.
@@ -88,7 +93,7 @@ def want_of(number: int, read: RecordRead) -> Want | None:
 
 
 def goes_straight(record: WantedRecord) -> bool:
-    """Whether all that is wanted of a record is one run of its bytes each; known before there are targets."""
+    """Whether each part that is wanted of a record is one run of its bytes; known before there are targets."""
     if record.table is None:
         return False
     sizes = record.table.sizes[record.number] or ()
@@ -102,9 +107,9 @@ def _is_one_run(sizes: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple
 
 
 class Passing:
-    """What is taken of a record whose bytes pass in a segment.
+    """Takes what is wanted of a record whose bytes pass in a segment.
 
-    Targets, one for each box, are contiguous; those of another dtype, or on another device, are filled by torch.
+    There is one contiguous target for each box; torch fills those of another dtype or on another device.
     """
 
     def __init__(self, read: RecordRead, targets: Sequence[torch.Tensor]) -> None:
@@ -123,11 +128,11 @@ class Passing:
                 self._converted.append(RowsTarget(rows, target.view(rows.num, rows.width)))
 
     def touches(self, piece: ReadShare) -> bool:
-        """Whether something of ``piece`` may be wanted."""
+        """Whether some of ``piece`` may be wanted."""
         return any(start < piece.end and piece.start < end for start, end in self._spans)
 
     def take(self, piece: ReadShare, content: memoryview) -> None:
-        """``content``: the piece's bytes."""
+        """Fill the targets from ``content``, the bytes of ``piece``."""
         for rows in self._direct:
             rows.take(content, piece.start)
         if self._converted:
@@ -137,7 +142,7 @@ class Passing:
 
 
 class SharedReads:
-    """One rank's part. ``nbytes_read`` counts what it has read from the store, also where it fails."""
+    """One rank's part in a share. ``nbytes_read`` counts the bytes it has read from the store, also where it fails."""
 
     def __init__(self, share: NodeShare, rank: int, sharing: NodeMemory, read: ReadBlocks, shape: ReadShape) -> None:
         self._share = share
@@ -146,13 +151,13 @@ class SharedReads:
         self._read_blocks = read
         self._shape = shape
         self._left = Counts[int]()
-        """Bytes of each record that have not passed."""
+        """Number of bytes of each record that have not passed yet, by entry number."""
         for run in share.runs:
             self._left[run.number] += run.payload_nbytes
         self.nbytes_read = 0
 
     def fill(self, targets: Mapping[int, Passing]) -> list[int]:
-        """Take what is wanted, by entry number; the numbers of those that are filled.
+        """Fill ``targets``, which are by entry number; return the numbers of the entries that are filled.
 
         The others are to be read from the store: there was no room, or another rank has failed or stands still.
         Raises what reading raises.
@@ -176,10 +181,10 @@ class SharedReads:
         return [number for number in targets if not self._left[number]]
 
     def _pass_all(self, segment: SharedSegment, targets: Mapping[int, Passing], lane: Lane) -> bool:
-        """Whether it went on to the end.
+        """Read and take all windows; whether they passed to the end.
 
-        What this member has read it takes at once, while the CPU's cache has it. What others read it takes some
-        windows later, when they are likely to be there: nobody waits unless one falls far behind.
+        This member takes what it has read at once, while the CPU's cache has it. It takes what others read some windows
+        later, when that is likely to be there: nobody waits unless one falls far behind.
         """
         behind: deque[tuple[int, Sequence[ReadShare]]] = deque()
         max_behind = self._share.num_windows // 2
@@ -198,9 +203,9 @@ class SharedReads:
         return all(self._take_others(segment, *behind.popleft(), targets) for _ in range(len(behind)))
 
     def _read(self, segment: SharedSegment, number: int, window: Sequence[ReadShare], lane: Lane) -> None:
-        """Read and check this member's pieces, and say so."""
+        """Read and check this member's pieces, and tell the others."""
         start = number % self._share.num_windows * self._share.window_nbytes
-        unit_nbytes = max(self._shape.unit_nbytes, BLOCK_NBYTES)  # each is checked by itself
+        unit_nbytes = max(self._shape.unit_nbytes, BLOCK_NBYTES)  # each read is checked by itself
         reads = [
             functools.partial(self._read_part, piece, at, segment.part(start + piece.at + at, nbytes))
             for piece in window
@@ -226,9 +231,9 @@ class SharedReads:
     def _take_others(
         self, segment: SharedSegment, number: int, window: Sequence[ReadShare], targets: Mapping[int, Passing]
     ) -> bool:
-        """Fill targets from what others read of a window once it is there; False where it does not come.
+        """Fill targets from what others read of a window, once it is there; False where it does not come.
 
-        Then nothing of that window is needed any more, which is said.
+        Then tell the others that nothing of that window is needed any more.
         """
         wanted = [
             piece

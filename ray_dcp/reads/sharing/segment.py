@@ -1,7 +1,7 @@
 """``SharedSegment``: memory that some processes of a node share for a while, and how they keep step in it.
 
-A file in /dev/shm, made by whoever comes first. It begins with a few counters for each member; the rest is the
-members' own to fill. Each counter is written by its member alone, and only grows.
+It is a file in /dev/shm, made by whoever comes first. It begins with a few counters for each member; the members fill
+the rest. Each counter is written by its member alone, and only grows.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_PREFIX = "ray_dcp_share_"
 STALE_S = 60.0
-"""A file that nobody has locked is left behind if it is older; a younger one may be about to be locked."""
+"""Age in seconds from which a file that nobody has locked counts as left behind; a younger one may yet be locked."""
 _SLOT_NBYTES = 128
-"""Of a member's counters: two lines of the CPU's cache, so that members do not slow each other down."""
+"""Bytes for a member's counters: two lines of the CPU's cache, so that members do not slow each other down."""
 _PAGE_NBYTES = 4096
 _MAX_NAP_S = 0.002
 
 
 class Counter(IntEnum):
-    """What a member tells of itself."""
+    """The counters by which a member tells of itself."""
 
     SIGNS = 0
-    """Of work; above 0 once it has the segment open."""
+    """Number of signs of work; above 0 once the member has the segment open."""
     READ = 1
-    """Windows of which it has read and checked its part."""
+    """Number of windows of which the member has read and checked its part."""
     TAKEN = 2
-    """Windows from which it needs nothing any more."""
+    """Number of windows from which the member needs nothing any more."""
     LEFT = 3
-    """1 when it neither reads nor writes here any more."""
+    """1 when the member neither reads nor writes here any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """Where and how the ranks of a node share what they read."""
+    """The place where the ranks of a node share what they read, and how they do it."""
 
     folder: str = "/dev/shm"
     patience_s: float = 30.0
-    """How long a rank waits for another one that gives no sign of work; then it goes on by itself."""
+    """Seconds that a rank waits for another one that gives no sign of work; then it goes on by itself."""
     node: str | None = None
-    """In place of what says which ranks have one memory; for tests."""
+    """A name in place of the one that says which ranks have one memory; for tests."""
 
     def memory(self) -> str | None:
-        """The same for all processes that see the same ``folder`` and may open each other's files there.
+        """A name that is the same for all processes that see the same ``folder`` and may open each other's files there.
 
         None where there is no such folder.
         """
@@ -70,7 +70,7 @@ class NodeMemory:
         return self.node if self.node is not None else f"{boot}:{device}:{os.getuid()}"
 
     def free_nbytes(self) -> int:
-        """Of ``folder`` now; 0 where it cannot be told."""
+        """Free bytes in ``folder`` now; 0 where it cannot be told."""
         try:
             status = os.statvfs(self.folder)
         except OSError:
@@ -79,7 +79,9 @@ class NodeMemory:
 
 
 class SharedSegment:
-    """One member's view. Raises ``OSError`` where there is no room, or where the file is not what it should be.
+    """One member's view of the segment.
+
+    Raises ``OSError`` where there is no room, or where the file is not what it should be.
 
     The file loses its name once all members have it open. Before that the name stays with the file, although a member
     may have left: those who come later must find that out instead of making a file of their own.
@@ -94,7 +96,7 @@ class SharedSegment:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(self._path, flags, 0o600)
         try:
-            # Held as long as the file is open, so as long as the process lives: it tells that the file is in use.
+            # The lock tells that the file is in use: it is held as long as the file is open and the process lives.
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             header_nbytes = -(-num_members * _SLOT_NBYTES // _PAGE_NBYTES) * _PAGE_NBYTES
             self._header = self._mapped(header_nbytes)
@@ -112,7 +114,7 @@ class SharedSegment:
             self._leave()
             raise
         self.memory = memoryview(self._file)[header_nbytes:]
-        """Bytes, seen by all members."""
+        """Bytes that all members see."""
 
     def __enter__(self) -> SharedSegment:
         return self
@@ -128,7 +130,7 @@ class SharedSegment:
             self._file.close()
 
     def _mapped(self, nbytes: int) -> mmap.mmap:
-        """The begin of the file. Its memory is taken now: writing where there is none would kill the process."""
+        """Map the begin of the file. Its memory is taken now: a write where there is none would kill the process."""
         os.posix_fallocate(self._descriptor, 0, nbytes)
         return mmap.mmap(self._descriptor, nbytes)
 
@@ -141,7 +143,7 @@ class SharedSegment:
         os.close(self._descriptor)
 
     def part(self, at: int, nbytes: int) -> memoryview:
-        """Some of ``memory`` as bytes to be filled."""
+        """The part of ``memory`` that begins at ``at``, as bytes to fill or read."""
         return self.memory[at : at + nbytes]
 
     def unlink(self) -> None:
@@ -156,6 +158,7 @@ class SharedSegment:
         self._order()
 
     def told(self, member: int, counter: Counter) -> int:
+        """The value that ``member`` has set ``counter`` to."""
         return self._counters[member * _SLOT_NBYTES // 8 + counter]
 
     def sign(self) -> None:
@@ -163,10 +166,10 @@ class SharedSegment:
         self.tell(Counter.SIGNS, self.told(self._slot, Counter.SIGNS) + 1)
 
     def everyone_reaches(self, counter: Counter, value: int, members: Iterable[int] | None = None) -> bool:
-        """Wait until a counter of all ``members`` is ``value`` or more.
+        """Wait until ``counter`` is ``value`` or more for each of ``members``, or of all members.
 
-        False when one of them has left without that, or has given no sign for ``patience_s``. Raises when the call of
-        this thread has been interrupted.
+        False when one of them has left before that, or when none of those behind has given a sign for ``patience_s``.
+        Raises when the call of this thread has been interrupted.
         """
         asked = [*(self._members if members is None else members)]
         if all(self.told(member, counter) >= value for member in asked):  # nearly always
@@ -182,7 +185,7 @@ class SharedSegment:
         return bool(reached)
 
     def _wait(self, counter: Counter, value: int, behind: list[int]) -> bool | None:
-        """False where a member has left, None where patience is over."""
+        """Wait for the members ``behind``: False where one has left, None where patience is over."""
         signs: tuple[int, ...] = ()
         quiet_since_s, nap_s = time.monotonic(), 0.0001
         while True:
@@ -205,9 +208,9 @@ class SharedSegment:
             nap_s = min(2 * nap_s, _MAX_NAP_S)
 
     def _order(self) -> None:
-        """Keep the CPU from doing what comes after it before what comes before it.
+        """Keep the CPU from doing what comes after this call before what comes ahead of it.
 
-        x86 does not in any case; on ARM a lock that is released and taken again is what Python has for it.
+        x86 never does so; on ARM a lock that is released and taken again is what Python has against it.
         """
         with self._fence:
             pass
@@ -216,7 +219,7 @@ class SharedSegment:
 
 
 def remove_stale(folder: str) -> None:
-    """Remove the files of processes that were all killed before one of them could do it."""
+    """Remove the files of processes that were all killed before any of them could remove its file."""
     with suppress(OSError):
         names = [name for name in os.listdir(folder) if name.startswith(SEGMENT_PREFIX)]
         for path in (os.path.join(folder, name) for name in names):
