@@ -1,4 +1,4 @@
-"""Templates made from what is stored: a tensor to fill for each stored one, in the containers that the names show."""
+"""Makes templates from what is stored: a tensor to fill for each stored one, in the containers that the names show."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 Blank = Callable[[str, TensorStorageMetadata], torch.Tensor]
-"""(name, what is stored) -> the tensor to fill."""
+"""A function (name, what is stored) -> the tensor to fill."""
 
 
 def plain_blank(_: str, saved: TensorStorageMetadata) -> torch.Tensor:
+    """A new tensor of the stored shape and dtype."""
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
 def nested_blanks(saved: Mapping[str, STORAGE_TYPES], blank: Blank = plain_blank) -> dict[str, Any]:
     """Dicts and lists with a place for every stored value: a tensor, or None for a Python object.
 
-    A name's parts are keys. Where those of one container are the numbers from 0 on, it is a list.
+    The parts of a name are keys. A container whose keys are the numbers from 0 on is a list.
     """
     tree: dict[str, Any] = {}
     for name, kind in saved.items():

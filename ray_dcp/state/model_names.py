@@ -15,27 +15,27 @@ import torch
 from torch import nn
 
 _OWN_NAMES = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
-"""Names that nothing but a wrapper gives."""
+"""Names that only wrappers give."""
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 """Classes that hold their model under ``module``, a name that others use too."""
 
 
 def name_cleaner(model: nn.Module) -> Callable[[str], str]:
-    """What turns a name that ``model`` gives one of its values into the one that is stored."""
+    """A function that turns a name that ``model`` gives one of its values into the stored name."""
     if not any(_wrapped(module) for module in model.modules()):
         return str
     return functools.partial(_without_wrappers, model)
 
 
 def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter under each of its stored names; the first name of a tied one comes first."""
+    """Yield every parameter under each of its stored names; the first name of a tied parameter comes first."""
     clean = name_cleaner(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield clean(name), parameter
 
 
 def live_values(model: nn.Module) -> dict[str, Any]:
-    """The model's own parameters, buffers and extra state by the names that it gives them itself."""
+    """The model's own parameters, buffers and extra state, by the names that the model itself gives them."""
     return dict(model.state_dict(keep_vars=True))
 
 
@@ -60,7 +60,7 @@ def _wrapped(module: nn.Module) -> str | None:
 
 
 def same_memory(value: Any, other: Any) -> bool:
-    """Whether the two are one tensor's values seen twice; False also where nobody can tell."""
+    """Whether the two are one tensor's values seen twice; False also where that cannot be told."""
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     mine, others = _local(value), _local(other)

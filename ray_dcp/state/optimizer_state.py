@@ -1,8 +1,8 @@
 """The state of one optimizer by the names of its parameters.
 
 It is read off ``optimizer.state`` and the groups as they are. torch's ``get_optimizer_state_dict`` takes a step with
-learning rate 0 to fill an empty state, which leaves ``step`` at 1; it leaves out parameters that want no gradient; and
-asks for the state of ones that never had any.
+learning rate 0 to fill an empty state, which leaves ``step`` at 1; it leaves out parameters that need no gradient, and
+asks for the state of parameters that never had any.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from ray_dcp.state.param_groups import (
 )
 
 Names = Mapping[Any, list[str]]
-"""Every name of each parameter."""
+"""All names of each parameter."""
 
 
 class OptimizerState:
     """One optimizer and the names of its parameters, for one save or load."""
 
     def __init__(self, optimizer: Optimizer, names: Names, where: str) -> None:
-        """Raises ``StateDictError`` for parameters without a name, and for state that belongs to none."""
+        """``where`` names the optimizer in messages.
+
+        Raises ``StateDictError`` for parameters and state that do not belong to the model.
+        """
         self._optimizer = optimizer
         self._names = names
         groups = [group["params"] for group in optimizer.param_groups]
@@ -48,7 +51,7 @@ class OptimizerState:
         ]
         # Parameters that were taken out of their group may still have state.
         problems += [
-            f"{where}: state under {key!r}, which is no parameter of the model"
+            f"{where}: state under {key!r}, which is not a parameter of the model"
             if not isinstance(key, torch.Tensor)
             else f"{where}: state of a tensor of shape {tuple(key.shape)} that is not in the model"
             for key in optimizer.state
@@ -60,7 +63,7 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """``{"state": {name: {key: value}}, "param_groups": {name of the first parameter: ({...},)}}``.
 
-        Parameters without state are left out, and so is "state" if none has any.
+        Parameters without state are left out; so is "state" if no parameter has any.
         """
         state = {
             self._names[parameter][0]: dict(values) for parameter, values in self._optimizer.state.items() if values
@@ -71,9 +74,9 @@ class OptimizerState:
         return {"state": state, **stored} if state else stored
 
     def template(self, saved: Saved) -> dict[str, Any]:
-        """What to fill: everything that is stored for this optimizer's parameters, and nothing else.
+        """The state to fill: everything that is stored for this optimizer's parameters, and nothing else.
 
-        Tensors are the optimizer's own where it has them already, else new ones, laid out like the parameter.
+        Its tensors are the optimizer's own where it has them already, else new ones, laid out like the parameter.
         """
         groups: dict[str, Any] = {
             name: plain_blank(name, kind) if isinstance(kind, TensorStorageMetadata) else None
@@ -87,7 +90,10 @@ class OptimizerState:
         return {"state": state, **wanted} if state else wanted
 
     def problems(self, values: Mapping[str, Any]) -> list[str]:
-        """What ``load_state_dict`` would refuse, and what another class of optimizer has saved; before it is filled."""
+        """A line for what ``load_state_dict`` would refuse, and for what another class of optimizer has saved.
+
+        Called before anything is filled.
+        """
         saved = saved_groups(saved_below(values, "param_groups"))
         if not saved:
             return []
@@ -99,14 +105,18 @@ class OptimizerState:
         return found
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> LoadedOptimizer:
-        """Put back what ``state_dict`` gave; parameters that it has no state of have none afterwards."""
+        """Put back what ``state_dict`` gave; parameters without state in ``loaded`` have none afterwards.
+
+        Raises ``StateDictError`` for state of a name that is not a parameter of the model, and for a group whose
+        parameters had different settings when they were saved.
+        """
         optimizer = self._optimizer
         saved = saved_groups(loaded.get("param_groups", {}))
         if not saved:
             return LoadedOptimizer(groups=None, num_saved_groups=0, unloaded=(), fresh=self._names_of_groups())
         groups = matched_groups(self._aliases, saved)
         parameters, stored = self._parameters, loaded.get("state", {})
-        unknown = [f"{name}: no parameter of the model" for name in stored if name not in parameters]
+        unknown = [f"{name}: not a parameter of the model" for name in stored if name not in parameters]
         if unknown:
             raise StateDictError("an optimizer's state is loaded by the names of the model's parameters", unknown)
         state = {parameters[name]: values for name, values in stored.items()}
@@ -141,7 +151,7 @@ class OptimizerState:
         )
 
     def _saved_by_parameter(self, saved: Saved) -> dict[str, tuple[nn.Parameter, dict[str, STORAGE_TYPES]]]:
-        """What is stored of each of this optimizer's parameters, by the name it is stored under."""
+        """The parameter, and what is stored of it, for each stored name that is one of this optimizer's parameters."""
         mine = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
         mine |= self._optimizer.state.keys()
         parameters = {name: parameter for name, parameter in self._parameters.items() if parameter in mine}
@@ -167,7 +177,7 @@ class OptimizerState:
                 return plain_blank(key, kind)
             if parameter.shape == kind.size:
                 return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            # How that lies on a mesh is for the tensor's own class to say, as when an optimizer makes it.
+            # The tensor's own class decides how that lies on a mesh, as when an optimizer makes it.
             return parameter.detach().new_empty(kind.size, dtype=dtype)
 
         return nested_blanks(saved, blank)
@@ -175,21 +185,22 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class LoadedOptimizer:
-    """What a load found for an optimizer."""
+    """The result of a load for one optimizer."""
 
     groups: list[SavedGroup | None] | None
-    """The saved group of each of its groups; None where nothing was loaded."""
+    """The saved group for each of the optimizer's groups, None for a new group; None where nothing was loaded."""
     num_saved_groups: int
+    """Number of groups that were saved for it."""
     unloaded: tuple[str, ...]
     """Parameters whose state is in the checkpoint, but was not loaded."""
     fresh: tuple[str, ...]
-    """Parameters whose state the checkpoint lacks, though it has that of others or does not know them at all."""
+    """Parameters whose state the checkpoint lacks, though it has that of others or does not know these at all."""
 
 
 def _put(
     optimizer: Optimizer, groups: list[SavedGroup | None], state: Mapping[nn.Parameter, Mapping[str, Any]]
 ) -> None:
-    """Hand it over in the form that ``optimizer.load_state_dict`` takes, so that hooks and overrides run."""
+    """Hand groups and state to ``optimizer.load_state_dict`` in its own form, so that hooks and overrides run."""
     changed = [
         with_settings(group, saved.settings if saved is not None else {})
         for group, saved in zip(optimizer.param_groups, groups, strict=True)
@@ -199,7 +210,7 @@ def _put(
     for group in changed:
         numbers = [places.setdefault(parameter, len(places)) for parameter in group["params"]]
         packed.append({**group, "params": numbers})
-    # Of what stands in no group torch keeps the state under the key itself.
+    # torch keeps the state of what is in no group under the key itself.
     by_place = {places.get(parameter, parameter): dict(values) for parameter, values in state.items()}
     optimizer.load_state_dict({"state": by_place, "param_groups": packed})
     for group, wanted in zip(optimizer.param_groups, changed, strict=True):
@@ -209,7 +220,10 @@ def _put(
 
 
 def _undo_casts(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """torch casts every tensor but "step" to the parameter's dtype, and makes generators of strings."""
+    """Put back the saved dtypes and values.
+
+    torch casts every tensor but "step" to the parameter's dtype, and makes generators of strings.
+    """
     for key, value in saved.items():
         if key not in state:
             continue

@@ -1,7 +1,7 @@
 """Parameter groups of an optimizer, matched by the names of their parameters.
 
 A group is stored under the name of its first parameter, so that ranks with different parts of a model (pipeline
-stages) do not meet under one name. What torch's ``get_optimizer_state_dict`` has saved is understood too.
+stages) do not meet under one name. What torch's ``get_optimizer_state_dict`` has saved is read too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray_dcp.wording import joined
 
 _NOT_SETTINGS = frozenset(("params", "param_names"))
 _OF_SCHEDULES = frozenset(("initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"))
-"""What schedules put into groups."""
+"""Settings that schedules put into groups."""
 _TORCH_PARAMS = re.compile(r"(?P<index>\d+)\.params(?:\.(?P<place>\d+))?")
 
 
@@ -31,15 +31,15 @@ class SavedGroup:
     params: tuple[str, ...]
     settings: Mapping[str, Any]
     with_state: tuple[str, ...] = ()
-    """Those of ``params`` whose state is in the checkpoint, as far as it tells."""
+    """Those of ``params`` whose state is in the checkpoint, as far as the checkpoint tells."""
     index: int | None = None
-    """Its place among the groups of the optimizer that was saved; None where the checkpoint does not tell."""
+    """Position among the groups of the optimizer that was saved; None where the checkpoint does not tell."""
 
 
 def stored_groups(
     groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], with_state: set[str]
 ) -> dict[str, Any]:
-    """Every group as one Python value, by a name that no other has; ``names`` are those of its parameters."""
+    """Every group as one Python value, by a name that no other has; ``names`` are those of each group's parameters."""
     stored: dict[str, Any] = {}
     for index, (group, params) in enumerate(zip(groups, names, strict=True)):
         key = params[0] if params else f"__empty_{index}__"
@@ -56,7 +56,7 @@ def stored_groups(
 
 
 def saved_groups(stored: Mapping[str, Any]) -> list[SavedGroup]:
-    """What ``stored_groups`` or torch has stored; values that are None were not loaded."""
+    """The groups that ``stored_groups`` or torch has stored; values that are None were not loaded."""
     found = {key: value for key, value in stored.items() if value is not None}
     own = [value[0] for value in found.values() if _is_own(value)]
     if own:
@@ -75,7 +75,7 @@ def _is_own(value: Any) -> bool:
 
 
 def _groups_of_torch(found: Mapping[str, Any]) -> list[SavedGroup]:
-    """Of names such as ``0.lr`` and ``0.params``, in some versions ``0.params.3``."""
+    """The groups in values with names such as ``0.lr`` and ``0.params``, in some versions of torch ``0.params.3``."""
     params: dict[int, dict[int, str]] = {}
     settings: dict[int, dict[str, Any]] = {}
     for key, value in found.items():
@@ -93,10 +93,10 @@ def _groups_of_torch(found: Mapping[str, Any]) -> list[SavedGroup]:
 
 
 def matched_groups(names: Sequence[Sequence[Sequence[str]]], saved: Sequence[SavedGroup]) -> list[SavedGroup | None]:
-    """For each group of an optimizer the saved one with its parameters, wherever that stood; None for a new group.
+    """The saved group with the parameters of each group of an optimizer, wherever it stood; None for a new group.
 
-    ``names`` has the names of each parameter of each group, of which a tied one has several. Groups without parameters
-    are matched in order. Raises ``StateDictError`` for a group whose parameters had different settings.
+    ``names`` has the names of each parameter of each group; a tied parameter has several. Groups without parameters are
+    matched in order. Raises ``StateDictError`` for a group whose parameters had different settings.
     """
     of_name = {name: group for group in saved for name in group.params}
     empty = [group for group in saved if not group.params]
@@ -127,8 +127,8 @@ def matched_groups(names: Sequence[Sequence[Sequence[str]]], saved: Sequence[Sav
 def other_settings(optimizer: Optimizer, saved: Sequence[SavedGroup]) -> list[str]:
     """A line where another class of optimizer has saved ``saved``: its settings would be taken, and its state lost.
 
-    Known where it has settings that this one lacks, and lacks some that this one has. A newer torch may add one, or
-    drop one: that alone says nothing.
+    That is known where it has settings that this one lacks, and lacks some that this one has. A newer torch may add a
+    setting, or drop one: that alone says nothing.
     """
     own = set(optimizer.defaults)
     held = {name for group in saved for name in group.settings}
@@ -172,7 +172,7 @@ def with_settings(group: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
 
 def _frozen(value: Any) -> Any:
-    """A copy of a tensor, in host memory: this goes into a pickle, whatever device is there when it is read."""
+    """``value``; a tensor as a copy in host memory: it is pickled, and read whatever device is there then."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 

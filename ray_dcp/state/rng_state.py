@@ -15,18 +15,18 @@ from ray_dcp.errors import StateDictError
 from ray_dcp.planning.per_rank import PerRank
 
 _WORDS = "<625I"
-"""624 words of the Mersenne Twister, and the place in them."""
+"""Layout of the 624 words of the Mersenne Twister and the place in them."""
 
 
 class RNGState:
     """The random state of this rank: Python's ``random``, numpy's global one, torch's on the CPU and every CUDA device.
 
-    A ``Stateful``; ``generators`` are ``torch.Generator``s of your own, by name, saved with the rest. A load on as many
-    ranks as saved gives each rank its own state back, all parts of it as they were together. On another number every
-    rank is seeded anew: by a digest of the states of all saving ranks, its rank and the number of ranks. Ranks have
-    states that differ, two loads of one checkpoint have the same, and no rank has parts of several saved ones. The
-    same goes for a CUDA device or generator that the saving rank did not have. States of devices that are not there now
-    are left out.
+    A ``Stateful``. ``generators`` are ``torch.Generator``s of your own, by name, saved with the rest. A load on as many
+    ranks as saved gives each rank its own state back, with all its parts as they were together. On another number of
+    ranks every rank is seeded anew, by a digest of the states of all saving ranks, its rank and the number of ranks:
+    ranks have states that differ, two loads of one checkpoint give the same states, and no rank has parts of several
+    saved ones. A CUDA device or generator that the saving rank did not have is seeded anew too. States of devices that
+    are not there now are left out.
 
     Loading reads numbers and bytes and runs no code.
     """
@@ -38,7 +38,7 @@ class RNGState:
         return {"rng": PerRank(self._captured(), reshard=_seed_of_another_size)}
 
     def problems_with(self, values: Mapping[str, Any]) -> list[str]:
-        """Where another numpy or torch, or another generator, has states that this process cannot take."""
+        """A line for each stored state that this process cannot take: another numpy, torch or generator saved it."""
         found: dict[str, None] = {}
         for kept in values.values():
             held = kept[0] if isinstance(kept, tuple) and len(kept) == 1 else kept
@@ -78,7 +78,7 @@ class RNGState:
 
 
 def _cuda_generators() -> Sequence[torch.Generator]:
-    """Those of a process that uses CUDA: in any other it would take memory to ask."""
+    """The default generators of the CUDA devices; none before the process uses CUDA, as asking would take memory."""
     return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
 
 
@@ -112,7 +112,7 @@ def _host_problems(held: dict[str, Any]) -> Iterator[str]:
 
 def _restore_cuda(devices: Sequence[bytes], seed: int) -> None:
     for device, content in enumerate(devices[: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(_state(content), device)  # waits until CUDA is used
+        torch.cuda.set_rng_state(_state(content), device)  # torch defers this until CUDA is used
     for device, generator in enumerate(_cuda_generators()):
         if device >= len(devices):
             generator.manual_seed(_derived(seed, f"cuda {device}"))
@@ -121,7 +121,7 @@ def _restore_cuda(devices: Sequence[bytes], seed: int) -> None:
 def _seed_all(seed: int) -> None:
     random.seed(_derived(seed, "python"))
     np.random.seed(_derived(seed, "numpy") % 2**32)
-    torch.manual_seed(_derived(seed, "torch"))  # of all devices, also of such as are not in use yet
+    torch.manual_seed(_derived(seed, "torch"))  # of all devices, also of those not in use yet
 
 
 def _seed_of_another_size(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _seed_of_another_size(states: list[dict[str, Any]], rank: int, world_size: i
 def _digest(states: Iterable[dict[str, Any]]) -> int:
     digest = hashlib.sha256()
     for state in states:
-        # What is the same on every machine: the states of devices depend on what is there.
+        # Only what is the same on every machine: the states of devices depend on which devices are there.
         digest.update(repr((state["python"], state["numpy"], state["torch"])).encode())
     return int.from_bytes(digest.digest()[:8], "little") >> 1
 

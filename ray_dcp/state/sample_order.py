@@ -1,4 +1,4 @@
-"""In which order samples are seen, and which rank sees which: arithmetic alone.
+"""The order in which samples are seen, and which rank sees which: arithmetic alone.
 
 All epochs together are one stream of places: place p is sample p % num_samples of epoch p // num_samples. A step takes
 the next places of the stream and shares them out to the ranks in order, so what has been consumed is one number,
@@ -17,17 +17,18 @@ from ray_dcp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How each step is shared out."""
+    """How the samples of each step are shared out to the ranks."""
 
     num_samples: int
-    """In an epoch."""
+    """Number of samples in an epoch."""
     batch_size: int
-    """Of one rank."""
+    """Number of samples in a step of one rank."""
     world_size: int
     drop_last: bool
+    """Whether the last samples of an epoch are left out where they do not fill a step."""
 
     def require_possible(self) -> None:
-        """Raises ``ConfigError`` where an epoch is too small to give every rank something."""
+        """Raise ``ConfigError`` where an epoch is too small: it must give every rank a sample, or fill one step."""
         needed = self.step_size if self.drop_last else self.world_size
         if self.num_samples < needed:
             what = "to fill one batch of each" if self.drop_last else "for each to get one"
@@ -37,19 +38,20 @@ class Sharing:
 
     @property
     def step_size(self) -> int:
+        """Number of samples in a full step of all ranks."""
         return self.batch_size * self.world_size
 
     def settled(self, place: int) -> int:
-        """Where a stream that has come to ``place`` goes on: past the end of an epoch that is dropped."""
+        """The place where a stream that is at ``place`` goes on: it skips the end of an epoch if that is dropped."""
         left = self.num_samples - place % self.num_samples
         return place + left if self.drop_last and left < self.step_size else place
 
     def steps(self, place: int) -> Iterator[tuple[int, int]]:
-        """First and last place, exclusive, of each step from ``place`` to the end of the epoch.
+        """Yield (start, stop) of each step from ``place`` to the end of the epoch; ``stop`` is exclusive.
 
-        The last step has what is left. What would not give each rank a sample in a step of its own is added to the one
-        before: batches have at most one sample more than ``batch_size``. If no more than that is left at ``place``, the
-        steps go on through the next epoch. With ``drop_last`` steps are full, and the rest is left out.
+        The last step has what is left. Samples too few to give each rank one are added to the step before: batches have
+        at most one sample more than ``batch_size``. If only such a rest is left at ``place``, the steps go on through
+        the next epoch. With ``drop_last`` all steps are full, and the rest is left out.
         """
         place = self.settled(place)
         end = self._end_of_epoch(place)
@@ -64,27 +66,31 @@ class Sharing:
             place = stop
 
     def num_steps(self, place: int) -> int:
+        """Number of the steps that ``steps`` yields."""
         place = self.settled(place)
         left = self._end_of_epoch(place) - place
         full, rest = divmod(left, self.step_size)
         return full + (0 if self.drop_last or (full and rest < self.world_size) else rest > 0)
 
     def share(self, start: int, stop: int, rank: int) -> tuple[int, int]:
-        """Which places of a step are ``rank``'s: neighbours, as even as can be, the lowest ranks get one more."""
+        """(start, stop) of ``rank``'s places in a step; ``stop`` is exclusive.
+
+        They are neighbours, shared out as evenly as can be: the lowest ranks get one more.
+        """
         even, more = divmod(stop - start, self.world_size)
         first = start + rank * even + min(rank, more)
         return first, first + even + (rank < more)
 
     def _end_of_epoch(self, place: int) -> int:
         left = self.num_samples - place % self.num_samples
-        # Not enough for all ranks: this end belongs to the next epoch's.
+        # Not enough for all ranks: what is left is joined to the next epoch.
         return place + left + (self.num_samples if left < self.world_size else 0)
 
 
 class SampleOrder:
     """The sample at each place of the stream: shuffled anew in each epoch, by ``seed`` and the epoch alone.
 
-    The shuffle is ``torch.randperm``'s. It takes 8 bytes a sample, for the epoch at hand.
+    The shuffle is ``torch.randperm``'s. It takes 8 bytes for each sample, for the epoch at hand.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
@@ -95,7 +101,7 @@ class SampleOrder:
         self._permutation = torch.empty(0, dtype=torch.int64)
 
     def samples(self, start: int, stop: int) -> list[int]:
-        """Those at the places from ``start`` to ``stop``, exclusive."""
+        """The samples at the places from ``start`` to ``stop``, exclusive."""
         found: list[int] = []
         while start < stop:
             epoch, first = divmod(start, self._num_samples)

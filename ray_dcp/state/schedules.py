@@ -1,4 +1,4 @@
-"""State of learning-rate schedules, whose lists follow the order of their optimizer's groups."""
+"""The state of learning-rate schedules, whose lists follow the order of their optimizer's groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ray_dcp.wording import joined
 _BY_GROUP = frozenset(
     ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "_initial_lrs")
 )
-"""What torch's schedules keep for each group."""
+"""Lists in torch's schedules that have an entry for each group."""
 
 
 def in_group_order(
@@ -40,7 +40,7 @@ def in_group_order(
 def of_another_class(schedule: Any, stored: Collection[str]) -> list[str]:
     """A line where a schedule of another class has saved the keys ``stored``, as far as they tell.
 
-    Those with an underscore in front come and go with versions of torch.
+    Keys that begin with an underscore tell little: they come and go with versions of torch.
     """
     own, held = set(filter(_tells, schedule.state_dict())), set(filter(_tells, stored))
     lacking, unknown = sorted(own - held), sorted(held - own)

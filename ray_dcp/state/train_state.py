@@ -1,4 +1,4 @@
-"""``TrainState``: model, optimizers, schedules and what else changes with a step, as one ``Stateful``."""
+"""``TrainState``: model, optimizers, schedules and all else that changes with a step, as one ``Stateful``."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ _ONE = ""
 
 
 class TrainState:
-    """All that a step of training changes, saved by name and put back right: a ``Stateful``.
+    """A ``Stateful`` of all that a step of training changes, saved by name and put back right.
 
     ``model`` is a module, plain or wrapped: ``fully_shard``, tensor parallel, ``DistributedDataParallel``,
     ``torch.compile``, activation checkpointing; or a dict of modules. ``optimizer`` and ``scheduler`` are one, or a
     list or dict of several. ``more`` may have any ``Stateful`` (``GradScaler``, ``DataPosition``, ``RNGState``),
     modules (an ``AveragedModel``) and plain values, which a load replaces in ``.more``.
 
-    Stored are ``model.<name>``, ``optim.state.<parameter>.<key>``, ``optim.param_groups.<first parameter>``,
-    ``scheduler`` and the names in ``more``. The names are the model's own, whatever wraps it. State and groups of an
-    optimizer are found by the names of the parameters: groups may be empty, or stand in another order than when they
-    were saved. The state of a parameter that is frozen is kept, a parameter that never had a gradient has none, and an
-    optimizer that has not stepped gets what the checkpoint has. After a load the learning rates are those of the run
-    that was saved, and ``.fresh`` names the parameters of which no optimizer state was loaded.
+    The stored names are ``model.<name>``, ``optim.state.<parameter>.<key>``, ``scheduler``,
+    ``optim.param_groups.<first parameter>`` and those in ``more``. The names of values and parameters are the model's
+    own, whatever wraps it. State and groups of an optimizer are found by the names of the parameters: groups may be
+    empty, or stand in another order than when they were saved. The state of a parameter that is frozen is kept, a
+    parameter that never had a gradient has none, and an optimizer that has not stepped gets what the checkpoint has.
+    After a load the learning rates are those of the run that was saved, and ``.fresh`` names the parameters of which no
+    optimizer state was loaded.
 
     Raises ``StateDictError`` for a parameter of an optimizer that no model has, and for groups whose parameters were
     saved with different settings; ``ConfigError`` for a model of ``FullyShardedDataParallel`` (FSDP1).
@@ -79,14 +80,17 @@ class TrainState:
                 {name: self._optimizer_state(name, names).state_dict() for name in self._optimizers}
             )
         if self._schedulers:
-            # A tuple of one: planners would take a dict for many values, and lose keys that are no strings.
+            # A tuple of one: planners would take a dict for many values, and lose keys that are not strings.
             state["scheduler"] = _unnamed(
                 {name: (schedule.state_dict(),) for name, schedule in self._schedulers.items()}
             )
         return state | {name: _state_of(value) for name, value in self.more.items()}
 
     def template_for(self, saved: Saved) -> dict[str, Any]:
-        """The state to fill from a checkpoint with the names ``saved``: of optimizers what is stored."""
+        """The state to fill from a checkpoint with the names ``saved``; for optimizers that is what is stored.
+
+        Raises ``StateDictError`` for a model on the meta device.
+        """
         self._require_memory()
         template: dict[str, Any] = {"model": _unnamed({name: _values(model) for name, model in self._models.items()})}
         if self._optimizers:
@@ -105,7 +109,7 @@ class TrainState:
         return template | {name: _template_of(value, saved, name) for name, value in self.more.items()}
 
     def problems_with(self, values: Mapping[str, Any]) -> list[str]:
-        """What of the stored values would be refused, or belongs to another class of optimizer or schedule."""
+        """A line for each stored value that would be refused, or that another class of optimizer or schedule saved."""
         names = self._parameter_names() if self._optimizers else {}
         found = []
         for name in self._optimizers:
@@ -167,7 +171,7 @@ class TrainState:
         return self._models | {name: value for name, value in self.more.items() if isinstance(value, nn.Module)}
 
     def _require_memory(self) -> None:
-        """Optimizers hold on to parameters: these cannot be replaced, as a load does with meta tensors."""
+        """Raise for tensors on meta: a load would replace them, but optimizers hold on to their parameters."""
         bare = [
             _joined(prefix, name)
             for prefix, module in self._all_modules().items()
@@ -205,7 +209,7 @@ class TrainState:
 
 
 def _named(given: Any, kind: type[T], role: str) -> dict[str, T]:
-    """``given`` by name: one alone has the empty name, one of a list its place there."""
+    """``given`` by name: a single one has the empty name, one of a list its position there."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -216,12 +220,12 @@ def _named(given: Any, kind: type[T], role: str) -> dict[str, T]:
         found = {_ONE: given}
     wrong = [type(one).__name__ for one in found.values() if not isinstance(one, kind)]
     if wrong:
-        raise ConfigError(role, f"a {wrong[0]} is no {kind.__name__}")
+        raise ConfigError(role, f"a {wrong[0]} is not of class {kind.__name__}")
     return found
 
 
 def _require_state(name: str, value: Any) -> None:
-    """Raise ``ConfigError`` for what was meant as an object with state, and would be saved as a plain value."""
+    """Raise ``ConfigError`` for a value that was meant as an object with state, and would be saved as a plain value."""
     if isinstance(value, type):
         raise ConfigError(name, f"{value.__name__} is a class; pass one that is made: {value.__name__}(...)")
     if isinstance(value, DataLoader) and not is_stateful(value):
@@ -236,7 +240,7 @@ def _require_state(name: str, value: Any) -> None:
 
 
 def _unnamed(parts: Mapping[str, Any]) -> Any:
-    """The one part, or all of them by name."""
+    """The only part, or all parts by name."""
     return parts[_ONE] if _ONE in parts else dict(parts)
 
 
@@ -276,12 +280,12 @@ def _template_of(value: Any, saved: Saved, name: str) -> Any:
 
 
 def _schedule_template(saved: Saved, name: str) -> Any:
-    """One Python value, as ``TrainState`` stores it; or what torch's flattened form has."""
+    """A schedule's template: None for one Python value, as ``TrainState`` stores it; or that of torch's flat form."""
     return None if name in saved else nested_blanks(saved_below(saved, name)) or None
 
 
 def _stored_keys(values: Mapping[str, Any], name: str) -> list[str]:
-    """The keys of a schedule's state, in either form."""
+    """The stored keys of a schedule's state, in either form."""
     whole = values.get(name)
     state = whole[0] if isinstance(whole, tuple) and whole else whole
     if isinstance(state, Mapping):

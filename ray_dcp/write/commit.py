@@ -1,8 +1,8 @@
-"""The commit of a checkpoint: the one step that readers see, and what makes sure that it is taken once, and rightly.
+"""The commit of a checkpoint: the one step that readers see, and the checks that it is taken once, and rightly.
 
 ::
 
-    begin     name the attempt: its files are new ones, named later than all that are there
+    begin     name the attempt: its files are new, with later names than all that are there
     (shard files are written by all ranks, and durable)
     put       manifest.parquet, then .metadata: a checkpoint is committed where .metadata is
     give_up   from now on this attempt puts nothing more
@@ -31,14 +31,17 @@ from ray_dcp.trace_points import Point, reached
 
 
 class Commit:
-    """The commit of one attempt at one checkpoint. ``give_up`` may come from another thread; all else is in order."""
+    """The commit of one attempt at one checkpoint.
+
+    ``give_up`` may be called from another thread; everything else is called in order.
+    """
 
     def __init__(self, attempt: str = "") -> None:
-        """``attempt`` is the name that rank 0 has chosen, which a coordinator that starts over chooses again."""
+        """``attempt`` is the name that rank 0 has chosen, which it gives again to a coordinator that starts over."""
         self.attempt = attempt
         self.world_size = 0
         self.may_have_happened = False
-        """Whether ``put`` has come as far as ``.metadata``, whatever became of it."""
+        """Whether ``put`` has got as far as putting ``.metadata``, whether or not that worked."""
         self._given_up = False
 
     def begin(self, store: Store, world_size: int) -> None:
@@ -49,7 +52,7 @@ class Commit:
         self.world_size = world_size
 
     def put(self, store: Store, metadata: bytes, manifest: Callable[[], bytes], files: Collection[str]) -> None:
-        """Commit ``metadata``, whose values lie in ``files``. Where it is committed already, nothing is done.
+        """Commit ``metadata``, whose values lie in ``files``. Does nothing where it is committed already.
 
         Raises ``SupersededError`` where a newer attempt has begun to write, ``StoreError`` where this one was given up
         or the store fails: then either the whole checkpoint is there or its predecessor is.
@@ -81,11 +84,11 @@ class Commit:
             )
         # Somebody may have deleted a file of this attempt since it was written.
         for key in sorted(set(files) - {one.key for one in listed}):
-            store.get(key, 0, 0)  # it may only not be listed yet
+            store.get(key, 0, 0)  # raises unless it is there, only not listed yet
 
 
 def committed_by(store: Store, attempt: str) -> bytes | None:
-    """The ``.metadata`` that is committed now, where it is this attempt's."""
+    """The ``.metadata`` that is committed now if it is that of ``attempt``, else None."""
     with suppress(ObjectNotFoundError, CorruptCheckpointError, FormatVersionError):
         facts, metadata = decode_facts(store.get(MANIFEST), file=MANIFEST), store.get(METADATA)
         if (facts.attempt, facts.metadata_digest) == (attempt, metadata_digest(metadata)):
@@ -96,7 +99,7 @@ def committed_by(store: Store, attempt: str) -> bytes | None:
 def _attempts_in(store: Store, listed: Sequence[StoredObject]) -> list[str]:
     """The attempts that have shard files or the manifest there: a bucket's listing may show new files late."""
     attempts = [shard.attempt for stored in listed if (shard := parse_shard_file(stored.key)) is not None]
-    # What cannot be read is about to be replaced.
+    # A manifest that cannot be read is about to be replaced.
     with suppress(ObjectNotFoundError, CorruptCheckpointError, FormatVersionError):
         attempts.append(decode_facts(store.get(MANIFEST), file=MANIFEST).attempt)
     return attempts

@@ -1,4 +1,4 @@
-"""The ``Metadata`` of a committed checkpoint, as it is stored until somebody looks into it."""
+"""The ``Metadata`` of a committed checkpoint, kept as it is stored until somebody looks into it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray_dcp.gc_pause import collector_paused
 
 
 class CommittedMetadata(Metadata):
-    """Decoded when it is first looked at, and a plain ``Metadata`` from then on.
+    """Metadata that is decoded when it is first looked at, and a plain ``Metadata`` from then on.
 
     Every rank is given the metadata of the whole checkpoint when a save ends, and few look at it.
     """
@@ -33,7 +33,7 @@ class CommittedMetadata(Metadata):
         _decode(self)
         return bool(self == other)
 
-    __hash__ = None  # type: ignore[assignment]  # as Metadata's
+    __hash__ = None  # type: ignore[assignment]  # like Metadata's
 
     def __repr__(self) -> str:
         _decode(self)

@@ -1,4 +1,4 @@
-"""What ranks have written, on its way to the commit: by columns, since there may be a million items."""
+"""What ranks have written, on its way to the commit; in columns, since there may be a million items."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from ray_dcp.write.tensor_record import Payload
 
 @dataclasses.dataclass(frozen=True)
 class StoredItem(WriteResult):
-    """A ``WriteResult`` that also says what the manifest records."""
+    """A ``WriteResult`` that also has what the manifest records."""
 
     payload: Payload
     dtype: str | None
+    """Name of the tensor's dtype; None for a Python object."""
     sizes: tuple[int, ...] | None
+    """Shape of the tensor; None for a Python object."""
     rank: int
 
 
 class WrittenColumns:
-    """What one rank wrote into one file: item ``i`` of its final plan in row ``i``.
+    """What one rank wrote into one file: item ``i`` of its final plan is in row ``i``.
 
-    In arrays, so that a million items leave no object behind for the garbage collector to walk.
+    The columns are arrays, so that a million items leave no object behind for the garbage collector to walk.
     """
 
     def __init__(self, file: str, rank: int, num_items: int) -> None:
@@ -40,12 +42,12 @@ class WrittenColumns:
         self.record_offsets, self.record_nbytes = array("q", zeros), array("q", zeros)
         self.payload_offsets, self.payload_nbytes = array("q", zeros), array("q", zeros)
         self._crcs = array("I")
-        """Of all items, in the order in which they were written."""
+        """The block checksums of all items, in the order in which they were written."""
         self._crcs_at, self._num_crcs = array("q", zeros), array("q", zeros)
         self.kind_of = array("I", bytes(4 * num_items))
-        """Of each item, its place in ``kinds``."""
+        """The position of each item's kind in ``kinds``."""
         self.kinds: list[tuple[str | None, tuple[int, ...] | None]] = []
-        """(dtype, sizes) of tensors, (None, None) of Python objects."""
+        """The kinds of items: (dtype, sizes) of tensors, (None, None) of Python objects."""
         self._number_of_kind: dict[tuple[torch.dtype | None, torch.Size | None], int] = {}
 
     def __len__(self) -> int:
@@ -55,7 +57,7 @@ class WrittenColumns:
         return self.__dict__ | {"_number_of_kind": {}}
 
     def put(self, number: int, payload: Payload, dtype: torch.dtype | None, sizes: torch.Size | None) -> None:
-        """Item ``number`` has been written."""
+        """Note that item ``number`` has been written."""
         self.record_offsets[number] = payload.record_offset
         self.record_nbytes[number] = payload.record_nbytes
         self.payload_offsets[number] = payload.payload_offset
@@ -70,7 +72,7 @@ class WrittenColumns:
         self.kind_of[number] = kind
 
     def repeat(self, number: int, written: int) -> None:
-        """Item ``number`` is in the record of item ``written``, which has been written."""
+        """Note that item ``number`` is in the record of item ``written``, which has been written."""
         for column in (
             *(self.record_offsets, self.record_nbytes, self.payload_offsets, self.payload_nbytes),
             *(self._crcs_at, self._num_crcs, self.kind_of),
@@ -79,10 +81,11 @@ class WrittenColumns:
 
     @property
     def num_written(self) -> int:
+        """Number of the items that have been written."""
         return len(self) - self.record_nbytes.count(0)  # no record is empty
 
     def crcs_of(self, number: int) -> tuple[int, ...]:
-        """Of the blocks of an item."""
+        """The checksums of an item's blocks."""
         at = self._crcs_at[number]
         return tuple(self._crcs[at : at + self._num_crcs[number]])
 
@@ -123,7 +126,7 @@ class WrittenItems(Sequence[WriteResult]):
 
 
 def as_written_items(results: Sequence[WriteResult]) -> list[WrittenItems]:
-    """A rank's results by columns, one for each file; what is no ``StoredItem`` is left out."""
+    """A rank's results in columns, one ``WrittenItems`` for each file; only ``StoredItem``s are taken in."""
     if isinstance(results, WrittenItems):
         return [results]
     by_file: dict[tuple[str, int], list[StoredItem]] = {}
@@ -141,7 +144,7 @@ def as_written_items(results: Sequence[WriteResult]) -> list[WrittenItems]:
 
 
 def entry_table(written: Sequence[WrittenItems]) -> EntryTable:
-    """The manifest's rows."""
+    """The manifest's rows for what all ranks have written."""
     columns: list[list[Any]] = [[] for _ in range(11)]
     for items in written:
         of_file = items.columns
@@ -168,7 +171,7 @@ def entry_table(written: Sequence[WrittenItems]) -> EntryTable:
 
 
 def storage_data(written: Sequence[WrittenItems]) -> dict[MetadataIndex, StorageInfo]:
-    """Where each item lies, as ``.metadata`` has it."""
+    """The place of each item in the files, as ``.metadata`` has it."""
     places: dict[MetadataIndex, StorageInfo] = {}
     for items in written:
         of_file = items.columns

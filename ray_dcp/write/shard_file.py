@@ -1,6 +1,6 @@
-"""A rank's shard file: its items' records, front to back, durable when it is written.
+"""Writes a rank's shard file: its items' records, front to back, durable when it is written.
 
-Python objects come first; a record that several items need is there once (``results.WrittenColumns.repeat``).
+Python objects come first; a record that several items share is there once (``results.WrittenColumns.repeat``).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ray_dcp.write.results import WrittenColumns
 from ray_dcp.write.tensor_record import JoinedWrites, Row, TensorRecord, write_python
 
 _NUM_AHEAD = 64
-"""Items that are made ready at once; see ``TensorRecord``."""
+"""Number of items that are made ready at once; see ``TensorRecord``."""
 
 
 def write_shard_file(
     store: Store, key: str, rank: int, items: Sequence[WriteItem], planner: SavePlanner
 ) -> WrittenColumns:
-    """Write ``items``, as ``planner`` resolves them, into the new file ``key``; where each lies in it.
+    """Write ``items``, as ``planner`` resolves them, into the new file ``key``; return where each lies in it.
 
     Raises ``StateDictError`` where a tensor is not what the plan says, ``StoreError`` where the store fails.
     """
@@ -51,10 +51,10 @@ def _write_items(
     columns: WrittenColumns,
     repeats: Mapping[int, int],
 ) -> None:
-    """Write what is no repeat, in the order of ``_in_order``.
+    """Write the items that are not repeats, in the order of ``_in_order``.
 
-    The planner is asked for an item when it is the next, as torch does it: it may make what it gives. Only one that
-    gives the state itself is asked for several, and out of its order.
+    The planner is asked for an item when it is next, as torch does it: it may make what it gives. Only a planner that
+    gives the state itself is asked for several at once, and out of order.
     """
     in_place = getattr(planner, "resolves_in_place", False) is True
     order = [number for number in _in_order(items, tiny_first=in_place) if number not in repeats]
@@ -81,9 +81,10 @@ def _write_items(
 
 
 def _in_order(items: Sequence[WriteItem], *, tiny_first: bool) -> list[int]:
-    """Python objects in front: a reader of a whole file then gets what it needs for a decision early.
+    """The positions of ``items`` in the order in which they are written.
 
-    Then tiny tensors, those of one dtype and shape together: they share what their records begin with.
+    Python objects come first: a reader of a whole file then gets early what it needs for a decision. If ``tiny_first``,
+    tiny tensors come next, those of one dtype and shape together: they share the head of their records.
     """
     rows: dict[Hashable, int] = {}
     places: dict[int, int] = {}
@@ -103,7 +104,7 @@ def _in_order(items: Sequence[WriteItem], *, tiny_first: bool) -> list[int]:
 
 
 def _repeats(items: Sequence[WriteItem], planner: SavePlanner) -> dict[int, int]:
-    """Items whose memory an earlier one writes, and that one: a record is enough for both."""
+    """The items whose memory an earlier item writes, each mapped to that one: one record is enough for both."""
     ties = ties_of(planner)
     first: dict[Key, int] = {}
     repeats: dict[int, int] = {}
@@ -124,7 +125,7 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> TensorRecord | io.BytesI
 
 
 def _planned_nbytes(item: WriteItem) -> int:
-    """Of its payload; 0 where the plan does not say."""
+    """Bytes of the item's payload; 0 where the plan does not say."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -1,7 +1,7 @@
 """One stored item: a record as ``torch.save`` would write it, laid out here around the tensor's own memory.
 
 The bytes of a tensor are checksummed block by block on their way to the store, while they are in the CPU's cache. No
-tensor is pickled, and none is copied unless it lies on a device or not in order.
+tensor is pickled, and none is copied unless it lies on a device or is not in order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from ray_dcp.torch_private import AsyncCollectiveTensor
 
 _MAX_HELD_NBYTES = 1 << 18
 MAX_TINY_NBYTES = 8
-"""Of one number, say: its record is sixty times as long, and equal ones, as steps are, share one."""
+"""Most bytes of a tiny tensor, such as one number.
+
+Its record is sixty times as long; equal tiny tensors, such as step counts, share one record.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where a record's value lies in its file, and its checksums."""
+    """The place of a record and of its value in the file, in bytes, and the checksums of the value's blocks."""
 
     record_offset: int
     record_nbytes: int
@@ -67,14 +70,18 @@ class JoinedWrites:
 
 @dataclass(slots=True)
 class Row:
-    """The records that were written last, where more of their kind can follow with the same head."""
+    """The records that were written last, if more of their kind can follow with the same head."""
 
     frame: SmallFrame | None = None
     start: int = 0
-    """In the file, as its end."""
+    """Offset of the row in the file, in bytes."""
     end: int = -1
+    """Offset in the file behind the row's last record."""
     names: set[str] = field(default_factory=set)
-    """Whose records these are. No two are chunks of one tensor: readers may tell records apart by place and name."""
+    """The tensors that these records are of.
+
+    No two records are chunks of one tensor: readers may tell records apart by place and name.
+    """
 
 
 class TensorRecord:
@@ -85,7 +92,7 @@ class TensorRecord:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """``tensor`` keeps its values until the record is written."""
+        """``tensor`` must keep its values until the record is written."""
         tensor = plain(tensor)
         self.dtype = tensor.dtype
         self.sizes = tensor.shape
@@ -96,13 +103,19 @@ class TensorRecord:
 
     @property
     def identity(self) -> Hashable:
-        """Equal for tiny tensors whose records would be; None for all others, and on a device: it is asked once."""
+        """A key that is equal for tiny tensors whose records would be equal. It is asked once.
+
+        None for larger tensors, and for those on a device.
+        """
         if self._nbytes > MAX_TINY_NBYTES or not self._tensor.is_cpu:
             return None
         return self.dtype, self.sizes, bytes(small_content(self._tensor))
 
     def write(self, sink: ObjectWriter, row: Row, name: str) -> Payload:
-        """Append it to ``sink``, aligned; only the tensor's own bytes are written. ``row`` is the file's."""
+        """Append the record to ``sink``, aligned; return its place. ``row`` is the current row of the file.
+
+        ``name`` is the tensor's. Of the tensor only its own bytes are written.
+        """
         frame = self._frame
         if isinstance(frame, SmallFrame):
             return self._write_small(sink, frame, row, name)
@@ -156,7 +169,7 @@ def write_python(sink: ObjectWriter, pickled: memoryview) -> Payload:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its class and graph, all of it arrived: readers may not have the class, or not allow it."""
+    """``tensor`` without its class and graph, once it has arrived: readers may not have the class, or not allow it."""
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
         return tensor
     if isinstance(tensor, AsyncCollectiveTensor):
@@ -165,7 +178,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pad(sink: ObjectWriter) -> int:
-    """Start a record where the frame's alignment is that of the file; where that is."""
+    """Fill ``sink`` up to where a record can start: what is aligned in its frame is then aligned in the file too.
+
+    Returns that offset, in bytes.
+    """
     gap = -sink.tell() % PAYLOAD_ALIGNMENT
     if gap:
         sink.write(bytes(gap))

@@ -53,7 +53,7 @@ from ray_dcp.write.shard_file import write_shard_file
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardTarget:
-    """What the global plan tells a rank of its files."""
+    """What the global plan tells a rank about its files."""
 
     rank: int
     attempt: str
@@ -67,7 +67,7 @@ class StoreWriter(StorageWriter):
     recorded in the manifest. Also usable with ``torch.distributed.checkpoint.save``.
 
     ``sync_files=False`` leaves it to the operating system when local files reach the disk: a commit then no longer
-    means that the checkpoint survives a power cut or a crash of the node. For scratch folders and tmpfs.
+    means that the checkpoint survives a power cut or a crash of the node. It is for scratch folders and tmpfs.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StoreWriter(StorageWriter):
         self.metrics = json_values(metrics or {})
         self.sync_files = sync_files
         self.differing: Sequence[DifferingReplicas] = ()
-        """Values of the save under way that ranks hold differently; kept with it."""
+        """Values that differ between the ranks of the save under way; the manifest records them."""
         self.containers: Containers | None = None
         """What the manifest says of the state dict's keys and kinds of dict; set before ``finish``."""
         self._commit = Commit()
@@ -93,16 +93,17 @@ class StoreWriter(StorageWriter):
 
     @property
     def attempt(self) -> str:
-        """Names the save that is under way, as its shard files do; empty before the first."""
+        """The name of the save that is under way, which its shard files have too; empty while it has none."""
         return self._commit.attempt
 
     @property
     def may_have_committed(self) -> bool:
-        """Whether ``finish`` has come as far as putting ``.metadata``, whatever became of it."""
+        """Whether ``finish`` has got as far as putting ``.metadata``, whether or not that worked."""
         return self._commit.may_have_happened
 
     @property
     def store(self) -> Store:
+        """The store at the checkpoint's place."""
         store = open_store(self.checkpoint_id)
         return store if self.sync_files else without_sync(store)
 
@@ -112,7 +113,7 @@ class StoreWriter(StorageWriter):
         self._written_key = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Name the attempt: on the coordinator rank, so that a coordinator that starts over goes on with the same."""
+        """Name the attempt, on the coordinator rank: a coordinator that starts over then goes on with the same name."""
         self._commit = Commit(new_attempt() if is_coordinator else "")
         self.differing = ()
         self.containers = None
@@ -130,12 +131,18 @@ class StoreWriter(StorageWriter):
         return [dataclasses.replace(plan, storage_data=target) for plan, target in zip(plans, targets, strict=True)]
 
     def begin_attempt(self, world_size: int) -> list[ShardTarget]:
-        """What ``prepare_global_plan`` tells each rank, in rank order."""
+        """Begin an attempt; return what ``prepare_global_plan`` tells each rank, in rank order.
+
+        Raises ``StoreError`` as that does.
+        """
         self._commit.begin(self.store, world_size)
         return [ShardTarget(rank, self.attempt) for rank in range(world_size)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items into one new shard file, durable when this returns; no items, no file."""
+        """Write this rank's items into one new shard file, which is durable when this returns.
+
+        Without items there is no file.
+        """
         target: ShardTarget = plan.storage_data
         written: Sequence[WriteResult] = []
         if plan.items:
@@ -148,16 +155,17 @@ class StoreWriter(StorageWriter):
         return future
 
     def abandon(self) -> None:
-        """Remove what this rank wrote in an attempt that has failed; it was never part of a checkpoint."""
+        """Remove the file that this rank wrote in an attempt that has failed: it was never part of a checkpoint."""
         if self._written_key is not None:
             self.store.delete(self._written_key)
             self._written_key = None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit: raises unless every planned item has exactly one result; otherwise the checkpoint is there.
+        """Commit the checkpoint, which is there when this returns.
 
-        Raises ``SupersededError`` where a newer attempt at this checkpoint has begun to write. Safe to call again
-        with the same attempt and results: a checkpoint that is committed already is left alone.
+        Raises ``StateDictError`` unless every planned item has exactly one result, and ``SupersededError`` where a
+        newer attempt at this checkpoint has begun to write. Safe to call again with the same attempt and results: a
+        checkpoint that is committed already is left alone.
         """
         reached(Point.BEFORE_MANIFEST)
         stored = [item for of_rank in results for item in of_rank]
@@ -167,7 +175,7 @@ class StoreWriter(StorageWriter):
         self._put(metadata, entries)
 
     def finish_columns(self, metadata: Metadata, written: Sequence[WrittenItems]) -> CommittedMetadata:
-        """``finish`` for results by columns, all of them there; returns the metadata as it is stored."""
+        """Commit like ``finish``, for complete results in columns; return the metadata as it is stored."""
         reached(Point.BEFORE_MANIFEST)
         metadata.storage_data = storage_data(written)
         return CommittedMetadata(self._put(metadata, entry_table(written)), METADATA)
@@ -180,7 +188,7 @@ class StoreWriter(StorageWriter):
         return encoded
 
     def committed(self, attempt: str) -> CommittedMetadata | None:
-        """The metadata as it is stored, where it is this attempt's that is committed now."""
+        """The metadata that is committed now, as it is stored, if it is that of ``attempt``; else None."""
         encoded = committed_by(self.store, attempt)
         return None if encoded is None else CommittedMetadata(encoded, METADATA)
 
