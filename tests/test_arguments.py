@@ -73,8 +73,8 @@ def test_a_group_that_is_none_is_refused(tmp_path):
         ((2, 2), [torch.ones(2, 2)], "chunks: a list does not say where: pass {offsets: local tensor}"),
         (4, {0: torch.ones(4)}, "size: 4 is not a tuple of whole numbers"),
         ((4,), {0: torch.ones(4)}, "chunks: offsets 0 are not a tuple of whole numbers"),
-        ((2.5,), {(0,): torch.ones(2)}, "size: (2.5,) is no tuple"),
-        ((-1,), {}, "size: (-1,) is no tuple"),
+        ((2.5,), {(0,): torch.ones(2)}, "size: (2.5,) is not a tuple"),
+        ((-1,), {}, "size: (-1,) is not a tuple"),
     ],
 )
 def test_local_shards_of_what_says_no_place_are_refused(size, chunks, setting):

@@ -210,7 +210,7 @@ class SharedSegment:
     def _order(self) -> None:
         """Keep the CPU from doing what comes after this call before what comes ahead of it.
 
-        x86 never does so; on ARM a lock that is released and taken again is what Python has against it.
+        x86 does not do so; on ARM a lock that is released and taken again is what Python has against it.
         """
         with self._fence:
             pass
