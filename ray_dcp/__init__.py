@@ -14,7 +14,7 @@ from ray_dcp.torch_modules import find_torch_modules
 from ray_dcp.version import __version__
 
 if TYPE_CHECKING:
-    # Under a name of its own each, which is what makes a name public to type checkers.
+    # Each is imported `as` its own name: that makes a name public to type checkers.
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader as FileSystemReader

@@ -58,11 +58,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 alone = SoloGroup()
-"""This process by itself."""
+"""The group of this process by itself."""
 
 
 def second_argument_is(storage: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Takes ``storage`` as the second positional argument too, with a warning: where torch's first versions had it."""
+    """Return a decorator that also takes ``storage`` as second positional argument, with a warning.
+
+    torch's first versions had it there.
+    """
 
     def takes_it(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -70,7 +73,7 @@ def second_argument_is(storage: str) -> Callable[[Callable[P, R]], Callable[P, R
             if len(args) == 2:
                 anyhow: Any = function
                 if isinstance(args[1], str | os.PathLike):
-                    # A place: refused when all ranks are in the call, by what it is.
+                    # A path or URL: passed on, and refused as such once all ranks are in the call.
                     refused: R = anyhow(args[0], **{storage: args[1]}, **kwargs)
                     return refused
                 message = f"{function.__name__}: pass the second argument by its name, as {storage}="
@@ -100,20 +103,22 @@ def save(
 ) -> Metadata:
     """Save a state dict that is spread over the ranks of a group; every rank calls this.
 
-    Returns the checkpoint's ``Metadata`` when it is committed and durable. Tensors may be plain (of which one rank's
-    is written), ``DTensor``, ``ShardedTensor`` or ``LocalShards``, on any device; ``Stateful`` objects give their
+    Returns the checkpoint's ``Metadata`` when it is committed and durable. Tensors may be plain (one rank's is
+    written), ``DTensor``, ``ShardedTensor`` or ``LocalShards``, on any device; ``Stateful`` objects give their
     ``state_dict()``; anything else is pickled. Saving an id again replaces it in one step.
 
     ``checkpoint_id`` is a path or URL; with a ``storage_writer`` it may be left out. ``group`` defaults to
     ``current_group()``; ``no_dist`` saves this process alone.
 
-    Of a plain value that several ranks have one rank's is written. They are compared: Python values and tensors of up
-    to ``replica_check_nbytes`` (None: of any size) whole, larger tensors by 64 KiB spread over them. Where they differ
-    the lowest rank's is written, for all names that differ, and ``replica_check`` says what else: "warn" (the default,
-    or what ``RAY_DCP_REPLICA_CHECK`` says) logs a warning for each name and keeps it with the checkpoint, "error"
-    refuses the save before a byte is written, "off" does not compare.
+    Where several ranks have a plain value one rank's is written. Their values are compared: Python values and tensors
+    of up to ``replica_check_nbytes`` bytes (None: of any size) whole, larger tensors by 64 KiB spread over them. Where
+    they differ the lowest rank's is written, for all names that differ, and ``replica_check`` says what else happens:
+    "warn" (the default, or what ``RAY_DCP_REPLICA_CHECK`` says) logs a warning for each name and keeps it with the
+    checkpoint, "error" refuses the save before a byte is written, "off" does not compare.
 
-    Raises ``CheckpointException`` on every rank when anything fails on any; then nothing was committed.
+    Raises ``CheckpointException`` on every rank when anything fails on any. Then nothing was committed, unless the
+    commit itself failed: that leaves the previous or the new checkpoint, whole. Raises ``EarlierSaveError``, when this
+    save is done, where an asynchronous save before failed and nobody had looked.
     """
     writer = known_writer(storage_writer if storage_writer is not None else StoreWriter())
     call, saves = _start_call("save", writer.named(checkpoint_id), ranks_of(group, process_group, no_dist))
@@ -151,7 +156,7 @@ def async_save(
 
     An ``async_stager``, or a ``storage_writer`` of yours that is one, stages the whole state dict instead. Where its
     ``stage`` returns a future this call does not wait: the state dict may change when ``staging_completion`` is done.
-    ``async_checkpointer_type`` is taken and has no effect. Other arguments as in ``save``.
+    ``async_checkpointer_type`` is accepted and has no effect. Other arguments as in ``save``.
     """
     writer = known_writer(storage_writer if storage_writer is not None else StoreWriter())
     call, saves = _start_call("save", writer.named(checkpoint_id), ranks_of(group, process_group, no_dist))
@@ -183,10 +188,10 @@ def load(
 ) -> LoadReport:
     """Fill a state dict from a checkpoint that any number of ranks saved; every rank of the group calls this.
 
-    Tensors are filled in place, on their device, those on meta replaced by some with memory; other values are replaced;
-    ``Stateful`` objects get ``load_state_dict``. What is still empty in the template (``{}``, ``[]``, ``None``) and is
-    not in the checkpoint gets whatever the checkpoint has below it: whole tensors, on CPU, on each rank that asks.
-    Before anything is changed, names, shapes, dtypes and coverage are checked on all ranks.
+    Tensors are filled in place, on their device; those on meta are replaced by tensors with memory, other values by
+    the stored ones; ``Stateful`` objects get ``load_state_dict``. What is still empty in the template (``{}``, ``[]``,
+    ``None``) and is not in the checkpoint gets whatever the checkpoint has below it: whole tensors, on CPU, on each
+    rank that asks. Before anything is changed, names, shapes, dtypes and coverage are checked on all ranks.
 
     ``strict``: True refuses names that the checkpoint lacks, False loads the rest (as does torch's default planner
     with ``allow_partial_load``), "exact" also refuses names that no template has. ``cast`` converts dtypes.
@@ -198,10 +203,11 @@ def load(
     value and counts neither as missing nor as unexpected. ``rename`` gives stored names others before they are compared
     with the template's: {regular expression: replacement}, as in ``{r"^module\\.": ""}``, or a function of a name.
 
-    What several ranks of one node want of a large tensor is read once by all of them together, through /dev/shm, if
-    there is room; ``RAY_DCP_SHARE_READS=0`` turns that off.
+    What several ranks of one node want of a large tensor they read once, together, through /dev/shm, if there is room;
+    ``RAY_DCP_SHARE_READS=0`` turns that off.
 
-    Raises ``CheckpointException`` on every rank, listing all that does not fit.
+    Raises ``CheckpointException`` on every rank when anything fails on any, listing all that does not fit. Raises
+    ``EarlierSaveError``, when this load is done, where an asynchronous save before failed and nobody had looked.
     """
     reader = known_reader(storage_reader if storage_reader is not None else StoreReader(trusted=trusted))
     call, saves = _start_call("load", reader.named(checkpoint_id), ranks_of(group, process_group, no_dist))
@@ -229,8 +235,9 @@ def newest(
 ) -> CheckpointInfo | None:
     """The newest checkpoint under ``root`` that is committed and whole; every rank calls this and all get the same.
 
-    Tells of no save before it: it is a part of a load, which does. ``after`` a load that failed on all ranks it is the
-    newest one older than that step, and None where no rank saw damaged bytes.
+    None where there is no such checkpoint. With ``after``, a load that failed on all ranks, it is the newest one older
+    than that step, and None where no rank saw damaged bytes. This never raises ``EarlierSaveError``: it is a part of a
+    load, which does.
     """
     call, _ = _start_call("newest", named(root), ranks_of(group, None, no_dist=False))
     with phase(call, Phase.CHOOSE):
@@ -239,19 +246,19 @@ def newest(
 
 
 def tell_earlier(kind: str, group: RankGroup | None) -> None:
-    """Raises ``EarlierSaveError`` where an asynchronous save before failed and nobody looked; ``kind`` tells it."""
+    """Raise ``EarlierSaveError``, as a call of ``kind``, where an asynchronous save before failed and nobody looked."""
     ranks_of(group, None, no_dist=False).background.tell_earlier(kind, None)
 
 
 def ranks_of(
     group: RankGroup | SoloGroup | None, process_group: ProcessGroup | None, no_dist: bool
 ) -> RankGroup | SoloGroup:
-    """The group of a call, this process alone being one, too. Raises ``ConfigError`` for what is no group."""
+    """The group of a call; this process alone is one, too. Raises ``ConfigError`` for what is not a group."""
     require_group(group)
     if process_group is not None and not isinstance(process_group, ProcessGroup):
         raise ConfigError(
             "process_group",
-            f"{process_group!r} is no ProcessGroup (torch.distributed.new_group() gives one, on its members); "
+            f"{process_group!r} is not a ProcessGroup (torch.distributed.new_group() gives one, on its members); "
             "for a RankGroup it is group=",
         )
     if no_dist:
@@ -265,7 +272,7 @@ def require_group(group: Any) -> None:
     """Return if ``group`` is None or a ``RankGroup``. Raises ``ConfigError``."""
     if group is not None and not (callable(getattr(group, "start_call", None)) and not isinstance(group, type)):
         way = "; pass it as process_group=" if isinstance(group, ProcessGroup) else ""
-        raise ConfigError("group", f"{group!r} is no RankGroup, as RankGroup.join() and current_group() give{way}")
+        raise ConfigError("group", f"{group!r} is not a RankGroup, as RankGroup.join() and current_group() give{way}")
 
 
 def _save_request(
@@ -277,7 +284,7 @@ def _save_request(
     use_collectives: bool,
     replica_check: ReplicaCheck,
 ) -> SaveRequest:
-    """What is to be saved, and where. Raises what the arguments, or the place, have wrong."""
+    """What is to be saved, and where. Raises an error that says what is wrong with an argument or the place."""
     _require_collectives(use_collectives)
     require_storage(writer.writer, "storage_writer")
     require_planner(planner, "save")
@@ -287,7 +294,7 @@ def _save_request(
 
 
 def _locate(call: Call, checkpoint_id: CheckpointId | None, storage: KnownWriter | KnownReader, role: str) -> str:
-    """Where the checkpoint is, the same in every process that takes part; ``storage`` is told."""
+    """The checkpoint's place, the same in every process that takes part; ``storage`` is told it."""
     location = storage.locate(checkpoint_id, role)
     storage.require_reachable(location, in_one_process=call.in_one_process)
     return location
@@ -309,10 +316,10 @@ def _save_behind(
 
 
 def _start_call(kind: str, checkpoint_id: str, ranks: RankGroup | SoloGroup) -> tuple[Call, BackgroundSaves]:
-    """This rank's end of a new call, and the saves that come before it, none of which is under way any more.
+    """This rank's end of a new call, and its asynchronous saves before that, none of which is under way any more.
 
-    The wait comes before the call, so that no limit of it counts, and nothing touches a writer that is at work. From
-    here on all ranks are in it: what is wrong on one is told to all, instead of leaving them to wait.
+    The wait for them comes before the call, so that no limit of the call counts, and nothing touches a writer that is
+    at work. From here on all ranks are in the call: what is wrong on one is told to all, who would wait otherwise.
     """
     ranks.background.settle()
     return ranks.start_call(kind, checkpoint_id), ranks.background
@@ -320,7 +327,7 @@ def _start_call(kind: str, checkpoint_id: str, ranks: RankGroup | SoloGroup) -> 
 
 @contextmanager
 def preparing(kind: str, group: RankGroup | SoloGroup | None) -> Iterator[None]:
-    """What an argument raises in the block, on this rank and before its call, ends the call of the others too."""
+    """An error in the block, on this rank and before its call, ends the call of the other ranks, too."""
     try:
         yield
     except Exception as error:
@@ -332,7 +339,7 @@ def preparing(kind: str, group: RankGroup | SoloGroup | None) -> Iterator[None]:
 def reset_first(
     kind: str, storage: StorageWriter | StorageReader, process_group: ProcessGroup | None, no_dist: bool
 ) -> None:
-    """As torch's old calls do, whose writers and readers know their place themselves; it is a part of the call."""
+    """Call the storage's ``reset()``, as torch's old calls do: it knows its place itself. It is a part of the call."""
     with preparing(kind, ranks_of(None, process_group, no_dist)):
         require_storage(storage, "storage_writer" if kind == "save" else "storage_reader")
         storage.reset()

@@ -34,11 +34,11 @@ class DataPosition:
     Without a loader, ``for numbers in position.track()``. Or count yourself: ``advance()`` after each batch.
 
     Each epoch is shuffled by ``seed`` and its number, and every sample of it is seen exactly once, also when a run goes
-    on with another number of ranks or another ``batch_size``: ranks consume one common sequence, of which the position
-    is one number. At the end of an epoch all ranks make the same number of steps and each has a sample in each: what is
-    left for the last step is shared out evenly; fewer samples than ranks are added to the step before, whose batches
-    then have one more than ``batch_size``, or, in a run that begins with so few left, to the next epoch. With
-    ``drop_last`` all batches are full and the rest of an epoch is left out.
+    on with another number of ranks or another ``batch_size``: ranks consume one common sequence, in which the
+    position is one number. At the end of an epoch all ranks make the same number of steps and each has a sample in
+    each: what is left for the last step is shared out evenly; fewer samples than ranks are added to the step before,
+    whose batches then have one more than ``batch_size``, or, in a run that begins with so few left, to the next epoch.
+    With ``drop_last`` all batches are full and the rest of an epoch is left out.
 
     ``rank`` and ``world_size`` are those of torch.distributed's default process group or of ``current_group()``; ranks
     that get the same data (tensor or pipeline parallel) pass the ones of their data-parallel dimension.
@@ -61,7 +61,7 @@ class DataPosition:
     ) -> None:
         for name, number in (("num_samples", num_samples), ("batch_size", batch_size)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ConfigError(name, f"{number!r} is no positive number")
+                raise ConfigError(name, f"{number!r} is not a positive whole number")
         if (rank is None) != (world_size is None) or (world_size is not None and not 0 <= cast(int, rank) < world_size):
             raise ConfigError("rank", f"rank {rank} of {world_size}: pass both, or none")
         self.num_samples = num_samples
@@ -98,7 +98,10 @@ class DataPosition:
         return self._sharing()[1].num_steps(self._place)
 
     def track(self, loader: Iterable[Any] | None = None) -> Iterator[Any]:
-        """What ``loader``, or else iterating, gives to the end of the epoch; it counts when it is handed out."""
+        """The batches of ``loader``, or else of iterating, to the end of the epoch; each counts when it is handed out.
+
+        Raises ``ConfigError`` when ``loader`` gives more batches than the epoch has left.
+        """
         self._counts = True
         sharing = self._sharing()[1]
         steps = sharing.steps(self._place)
@@ -112,7 +115,7 @@ class DataPosition:
             yield batch
 
     def advance(self, num_batches: int = 1) -> None:
-        """Count batches as consumed, within the epoch."""
+        """Count batches as consumed. Raises ``ConfigError`` for more of them than the epoch has left."""
         self._counts = True
         sharing = self._sharing()[1]
         steps = sharing.steps(self._place)
@@ -123,7 +126,10 @@ class DataPosition:
             self._place = sharing.settled(step[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in numbers, and as shape of a tensor without elements: shapes must be the same on all ranks."""
+        """The position in numbers, and as the shape of an empty tensor: a shape must be the same on all ranks.
+
+        Raises ``StateDictError`` when batches were handed out and none counted.
+        """
         if self._num_uncounted and not self._counts:
             raise StateDictError(
                 "batches of a DataPosition were handed out, and none was counted: iterate position.track(loader), or "
@@ -162,7 +168,7 @@ class DataPosition:
 
 
 def _own_rank() -> tuple[int, int]:
-    """Rank and number of ranks of torch.distributed, of the current group, or of a process alone."""
+    """This rank and the number of ranks: of torch.distributed, of the current group, or of a process alone."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Every error that ray_dcp raises, one tree.
+"""Every error that ray_dcp raises, in one tree.
 
 ::
 
@@ -10,7 +10,7 @@
     |   |-- ObjectTooShortError                  an object ends before what is asked of it
     |   |-- BucketNotFoundError (FileNotFoundError)
     |   |-- StorePermissionError (PermissionError)
-    |   |-- StoreUnavailableError                  it failed again and again in a way that may pass
+    |   |-- StoreUnavailableError                a store failed again and again in a way that may pass
     |   |-- NotAFolderError (NotADirectoryError)      a file lies where a folder should be
     |   `-- UnknownSchemeError (ValueError, RuntimeError)
     |-- CheckpointNotFoundError (FileNotFoundError)   nothing committed is there, and why
@@ -52,11 +52,11 @@ from ray_dcp.wording import first_lines, number_runs
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _KEYS_IN_URL = re.compile(r"(?<=://)(?:[^/?@]*@|[^/?@]*:[^?@]*@)")
-"""In front of a bucket; a secret key may have slashes in it that somebody forgot to quote."""
+"""Keys in front of a bucket's name; a secret key may have slashes in it that somebody forgot to quote."""
 
 
 def without_keys(url: str) -> str:
-    """``url`` as a message may show it: a bucket's without keys and parameters, a path as it is."""
+    """``url`` as a message may show it: that of a bucket without keys and parameters, a path as it is."""
     if _URL.match(url) is None or url.startswith("file://"):
         return url
     return _KEYS_IN_URL.sub("", url.partition("?")[0])
@@ -91,7 +91,7 @@ class ConfigError(RayDcpError, ValueError):
 class NoCheckpointIdError(ConfigError, RuntimeError):
     """Nothing says where: no ``checkpoint_id`` or an empty one, and no writer or reader that has one.
 
-    As torch, a ``RuntimeError``.
+    It is also a ``RuntimeError``, which is what torch raises.
     """
 
 
@@ -107,12 +107,12 @@ class StoreError(SystemFacts, RayDcpError, OSError):
 
     @property
     def filename(self) -> str:
-        """Place and key."""
+        """The store's URL, and below it the object's key if there is one."""
         return f"{self.url}/{self.key}" if self.key else self.url
 
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):
-    """No object with this key."""
+    """The store has no object with this key."""
 
     exit_code = 3
 
@@ -132,7 +132,7 @@ class StorePermissionError(StoreError, PermissionError):
 
 
 class StoreUnavailableError(StoreError):
-    """It failed ``num_attempts`` times in ``elapsed_s`` seconds, each time in a way that may pass.
+    """A store failed ``num_attempts`` times in ``elapsed_s`` seconds, each time in a way that may pass.
 
     Example: a bucket's server is down or answers that it has too much to do. ``__cause__`` is the last failure.
     """
@@ -151,7 +151,7 @@ class NotAFolderError(StoreError, NotADirectoryError):
 
 
 class UnknownSchemeError(StoreError, ValueError, RuntimeError):
-    """The URL's scheme belongs to no store. As torch's for it, a ``RuntimeError``."""
+    """The URL's scheme belongs to no store. It is also a ``RuntimeError``, which is what torch raises."""
 
     exit_code = 2
 
@@ -168,12 +168,15 @@ class CheckpointNotFoundError(SystemFacts, RayDcpError, FileNotFoundError):
 
     @property
     def filename(self) -> str:
-        """The place."""
+        """The checkpoint's place, without keys."""
         return without_keys(self.checkpoint_id)
 
 
 class CorruptCheckpointError(RayDcpError):
-    """Stored bytes differ from what was written: which file, which value, which byte range of the file."""
+    """Stored bytes differ from what was written: in ``file``, of value ``fqn``, ``nbytes`` bytes from ``offset`` on.
+
+    ``fqn`` is empty and ``nbytes`` is 0 where the error is not about one value or one byte range.
+    """
 
     exit_code = 5
 
@@ -189,7 +192,7 @@ class CorruptCheckpointError(RayDcpError):
 class UnsafeDataError(RayDcpError):
     """A file names something outside the allow-list; nothing of it was run.
 
-    ``ways`` is the end of the message: what a program can do about it. A command cannot.
+    ``ways`` is the end of the message: what a program can do about it. The command line says something else there.
     """
 
     exit_code = 5
@@ -218,7 +221,7 @@ class FormatVersionError(RayDcpError):
 class StateDictError(RayDcpError, ValueError):
     """State dict and checkpoint do not fit; ``problems`` has one line for each thing that is wrong.
 
-    The message has the first of them and a count; ``problems`` all.
+    The message has the first of them and a count, ``problems`` has all.
     """
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
@@ -232,7 +235,7 @@ class SupersededError(RayDcpError):
 
     Example: a node freezes in the middle of a save; its run goes on elsewhere, comes to the same step and saves it;
     the node wakes up and goes on. ``attempt`` and ``newer`` name the two saves, as their shard files do;
-    ``world_size`` is that of this one.
+    ``world_size`` is that of the save that was given up.
     """
 
     def __init__(self, *, checkpoint_id: str, attempt: str, newer: str, world_size: int | None = None) -> None:
@@ -257,7 +260,7 @@ class EarlierSaveError(RayDcpError):
     Example: the disk was full when step 100 was written in the background. The save of step 200 writes its checkpoint,
     and then raises this: ``result`` is what it would have returned. Raised on the ranks where nobody had looked at the
     response of the failed save, as an ``UntoldSaveError``. ``result`` is None where the error has come from another
-    process and it cannot: an ``AsyncSaveResponse``.
+    process and what the call returns cannot: an ``AsyncSaveResponse``.
     """
 
     def __init__(self, failure: BaseException | str, call: str = "call", result: Any = None) -> None:
@@ -267,7 +270,7 @@ class EarlierSaveError(RayDcpError):
         self.result = result
 
     def portable_facts(self) -> dict[str, Any]:
-        """All attributes that can leave the process."""
+        """The attributes, with None for a ``result`` that cannot leave the process."""
         result = None if isinstance(self.result, Future) else self.result
         return {**self.__dict__, "result": result}
 
@@ -276,7 +279,7 @@ class EarlierSaveError(RayDcpError):
 
 
 class ForkedProcessError(RayDcpError):
-    """Processes share no threads and no connections: what its parent ``pid`` has begun does not go on in a fork."""
+    """What process ``pid`` has begun does not go on in a fork of it: they share no threads and no connections."""
 
     def __init__(self, message: str, *, pid: int) -> None:
         super().__init__(f"this process was forked from process {pid}: {message}")
@@ -316,7 +319,8 @@ class RankConflictError(GroupError):
 class StaleGenerationError(GroupError):
     """The group has re-formed, or ended, since this rank joined.
 
-    ``generation`` is the caller's, ``current`` the group's: the same where it has ended and none has formed since.
+    ``generation`` is the caller's, ``current`` the group's. Both are the same where the group has ended and no other
+    generation has formed since.
     """
 
     def __init__(self, *, group: str, generation: int, current: int) -> None:
@@ -363,7 +367,10 @@ class OutOfStepError(GroupError):
 
 
 class RankAbsentError(GroupError, TimeoutError):
-    """Other ranks made a call and ``rank`` did not, for ``waited_s``. Raise ``arrival_timeout_s`` if it may be late."""
+    """Other ranks made a call of ``kind`` and ``rank`` did not, within ``waited_s`` seconds.
+
+    Raise ``arrival_timeout_s`` if a rank may be so late.
+    """
 
     def __init__(self, *, group: str, rank: int, kind: str, waited_s: float) -> None:
         super().__init__(
@@ -377,9 +384,10 @@ class RankAbsentError(GroupError, TimeoutError):
 
 
 class StalledError(GroupError, TimeoutError):
-    """Nothing moved for ``stalled_s`` in ``phase`` although others waited for it; ``nbytes`` had moved before.
+    """``rank`` made no progress for ``stalled_s`` seconds in ``phase``, and others waited for it.
 
-    Example: rank 3 writes to a network drive that has stopped answering. ``rank`` is -1 for the coordinator.
+    Example: rank 3 writes to a network drive that has stopped answering. ``rank`` is -1 for the coordinator. ``nbytes``
+    is how many bytes it had moved before.
     """
 
     def __init__(self, *, group: str, rank: int, phase: str, stalled_s: float, nbytes: int = 0) -> None:

@@ -16,10 +16,10 @@ _was_enabled = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Within it no cycle is looked for, in any thread of this process.
+    """Within the block the collector looks for no cycles, in any thread of this process.
 
-    A plan of many items makes the collector walk all of them again and again: it took more than half of the time of
-    planning 20,000 scalars.
+    A plan of many items makes it walk all of them again and again: that took more than half of the time of planning
+    20,000 scalars.
     """
     global _num_paused, _was_enabled
     with _lock:
@@ -39,7 +39,7 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def collector_resumed() -> Iterator[None]:
-    """Within it the collector works as if no pause was on: around a user's code, whose cycles may hold much memory."""
+    """Within the block the collector works in spite of pauses: for a user's code, whose cycles may hold much memory."""
     global _num_resumed
     with _lock:
         _num_resumed += 1
@@ -55,7 +55,7 @@ def collector_resumed() -> Iterator[None]:
 
 
 def _end_pauses_of_parent() -> None:
-    """A fork has none of the threads that would end them."""
+    """End the pauses of the parent in a fork, which has none of the threads that would end them."""
     global _num_paused, _num_resumed
     if _num_paused and _was_enabled:
         gc.enable()
@@ -63,5 +63,5 @@ def _end_pauses_of_parent() -> None:
     _lock.release()
 
 
-# The lock is taken over the fork: no other thread has it then, and what it guards is whole.
+# The lock is held during the fork: no other thread has it then, and what it guards is whole.
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_end_pauses_of_parent)

@@ -16,15 +16,15 @@ _ends = threading.Event()
 def before_exit(finish: Callable[[], None], *, turn: int = 0) -> None:
     """Have ``finish`` called when the main thread has ended, while thread pools still take work; lower turns first.
 
-    By the time that ``atexit`` has its turn every pool of ``concurrent.futures`` refuses work: also those that a save
-    in a thread, which goes on, may need.
+    When ``atexit`` has its turn every pool of ``concurrent.futures`` refuses work already, also those that a save which
+    still goes on in a thread may need.
     """
     _have_end_called()
     _finishing.append((turn, finish))
 
 
 def process_ends() -> bool:
-    """Whether all that ``before_exit`` waits for is over: what fails now, fails since the process ends."""
+    """Whether all that ``before_exit`` was given is over: what fails from then on fails because the process ends."""
     return _ends.is_set()
 
 

@@ -84,7 +84,9 @@ class CheckpointManager:
         """Save a step; returns when it is committed and durable.
 
         ``metrics`` are kept with it: JSON values, numbers of numpy and torch among them; NaN and infinity stay what
-        they are, a tuple becomes a list. Anything else, and a key that is no text, is refused by name.
+        they are, a tuple becomes a list. Anything else, and a key that is not text, is refused by name.
+
+        Raises what ``ray_dcp.save`` raises.
         """
         writer = self._writer(step, metrics)
         with carrying(lambda metadata: describe(writer.checkpoint_id)):
@@ -94,7 +96,10 @@ class CheckpointManager:
     def async_save(
         self, step: int, state_dict: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
     ) -> AsyncSaveResponse:
-        """Save a step in the background; returns when the state dict may change."""
+        """Save a step in the background; returns when the state dict may change.
+
+        ``metrics`` are those of ``save``. Raises what ``ray_dcp.async_save`` raises.
+        """
         writer = self._writer(step, metrics)
         with carrying(self._follow):
             response = async_save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
@@ -118,7 +123,7 @@ class CheckpointManager:
         skip: str | Collection[str] | None = None,
         rename: Rename | None = None,
     ) -> int | None:
-        """Load ``step``, or the newest committed one; the step loaded, or None when there is none.
+        """Load ``step``, or the newest committed one; returns the step loaded, or None when there is none to load.
 
         Other arguments as in ``ray_dcp.load``, whose report is kept as ``last_load``.
 
@@ -164,7 +169,7 @@ class CheckpointManager:
                 step, place = older.step, older.checkpoint_id
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest step that is committed and whole."""
+        """The newest step that is committed and whole; None when there is none."""
         return newest_step(self.root)
 
     def list(self) -> list[CheckpointInfo]:
@@ -175,21 +180,21 @@ class CheckpointManager:
         return found
 
     def checkpoint_id(self, step: int) -> str:
-        """Where ``step`` is saved to."""
+        """The path or URL to which ``save`` saves ``step``."""
         return join_url(self.root, step_folder(require_step(step)))
 
     def wait(self) -> None:
-        """Return when no asynchronous save is under way. Raises ``CheckpointException`` if it failed, unless told."""
+        """Wait for the latest asynchronous save. Raises its ``CheckpointException`` if it failed and nobody looked."""
         if self._latest_async is not None:
             self._latest_async.tell()
 
     def close(self) -> None:
-        """Finish what is under way, as ``wait``. The group stays open: it belongs to whoever joined it."""
+        """Finish what is under way, as ``wait`` does. The group stays open: it belongs to whoever joined it."""
         self.wait()
         self._latest_async = None
 
     def _place_of(self, step: int) -> str:
-        """Where ``list`` shows it; it may have been saved under another spelling of its number."""
+        """The place at which ``list`` shows ``step``; it may have been saved under another spelling of its number."""
         with preparing("load", self._group):
             found = find_step(self.root, step)
             if found is None:
@@ -206,7 +211,7 @@ class CheckpointManager:
             return None
 
     def _require_root_once(self) -> None:
-        """Before the first save of a manager: rank 0 looks, for all."""
+        """Check the root before a manager's first save, on rank 0 for all ranks."""
         if not self._root_is_known and ranks_of(self._group, None, no_dist=False).rank == 0:
             with suppress(StoreError):  # which the save tells of, on all ranks
                 require_root(self.root)
@@ -220,7 +225,7 @@ class CheckpointManager:
 
 @contextmanager
 def carrying(result_of: Callable[[Any], Any]) -> Iterator[None]:
-    """What the block's call tells of an earlier save carries, in place of that call's result, ``result_of`` that."""
+    """An ``EarlierSaveError`` in the block gets ``result_of(result)`` in place of its ``result``."""
     try:
         yield
     except EarlierSaveError as earlier:
@@ -229,7 +234,7 @@ def carrying(result_of: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def is_damage(error: RayDcpError) -> bool:
-    """Whether a load failed since stored bytes are not what was written; an older checkpoint may still be whole."""
+    """Whether a load failed because stored bytes are not what was written; an older checkpoint may still be whole."""
     failures = error.rank_failures if isinstance(error, CheckpointException) else ()
     # Not every cause survives the way from the rank that failed; its name does.
     return any(

@@ -47,12 +47,13 @@ from ray_dcp.wording import first_line_of
 _PLACEMENT_TIMEOUT_S = 15.0
 """Resources that are free now are placed in milliseconds; what takes this long is not there."""
 _END_RANKS_TIMEOUT_S = 5.0
-"""What stopped ranks had is free again within a second; a lost node that Ray takes for alive never gives it back."""
+"""How long to wait for the resources of stopped ranks: they are free again within a second, or never, on a lost node
+that Ray takes for alive."""
 _ENDED_LOOK_S = 0.05
 _START_TIMEOUT_S = 300.0
 _LAST_WORDS_S = 5.0
-"""When one rank is lost: how long the others have to show that they are, too. When a pool is left and no save is under
-way: how long a rank that is busy has to say how its last ones ended."""
+"""How long the other ranks have, when one is lost, to show that they are lost, too; and how long a busy rank has, when
+a pool is left and no save is under way, to say how its last saves ended."""
 _LOOK_FOR_SAVES_S = 0.25
 _RANKS_ENDED = "ray.shutdown() has ended its ranks"
 
@@ -102,18 +103,19 @@ class RankPool:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the pool now; 0 when it is not started."""
+        """The number of ranks of the pool now; 0 when it is not started."""
         return len(self._actors)
 
     @property
     def actors(self) -> Sequence[Any]:
-        """Handles, in rank order."""
+        """The handles of the ranks' actors, in rank order."""
         return tuple(self._actors)
 
     def start(self) -> int:
         """Start as many ranks as fit now, ``min_ranks`` to ``max_ranks``; return how many, all joined and built.
 
-        Raises ``NotEnoughResourcesError``, or what a rank's constructor raised.
+        Raises ``NotEnoughResourcesError``, ``GroupError`` where the pool is started already or this process is not
+        connected to Ray, or what a rank's constructor raised.
         """
         require_own_connection()
         if not ray.is_initialized():
@@ -143,7 +145,7 @@ class RankPool:
         return world_size
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``method`` on every rank; results in rank order.
+        """Call ``method`` on every rank; returns the results in rank order.
 
         Raises what a rank's method raised, or ``RankLostError`` naming the ranks that died; ``restart`` then.
         """
@@ -157,7 +159,7 @@ class RankPool:
         """Re-form on what is there now: new processes, a new generation; return how many ranks.
 
         Asynchronous saves that are under way are finished first, as far as their ranks live. When the new ranks are up
-        it raises as ``shutdown`` does, unless a save failed since ranks were lost: that is what a restart is for.
+        it raises as ``shutdown`` does, unless a save failed because ranks were lost: a restart is for that.
         """
         finished = self._finish_saves()
         self._stop_ranks()
@@ -180,7 +182,7 @@ class RankPool:
         ``UnfinishedSavesError`` where one took longer than ``finish_timeout_s`` of the limits.
         """
         if self._pid != os.getpid():
-            return  # a fork of who started it: the ranks are not its own
+            return  # a fork of the process that started it: the ranks are not its own
         try:
             finished = self._finish_saves()
         finally:
@@ -238,18 +240,18 @@ class RankPool:
             elif time.monotonic() > quiet_since + _LAST_WORDS_S:
                 logger.warning("ranks %s are busy: whether saves of theirs failed is not known", sorted(asked.values()))
                 return _FinishedSaves(self.name, self.limits.finish_timeout_s, finished)
-        if not finished and not asked:  # Ray also ends them in front of an actor that has started them, and ends
+        if not finished and not asked:  # where an actor that has started them ends, Ray ends them first
             self._tell_of_cut_off("all its ranks are lost")
         busy = {rank: Finished(["a save"], []) for rank in asked.values()}
         return _FinishedSaves(self.name, self.limits.finish_timeout_s, finished | busy)
 
     def _tell_of_cut_off(self, why: str) -> None:
-        """None of the ranks is left that could: whether there was a save is not known."""
+        """Warn that no rank is left to finish its saves; whether there was one is not known."""
         told = "If an asynchronous save was under way it was cut off, and is not committed"
         logger.warning("pool %r: %s. %s", self.name, why, told)
 
     def _place(self) -> PlacementGroup:
-        """Room for as many ranks as fit, taken."""
+        """Take room for as many ranks as fit. Raises ``NotEnoughResourcesError``."""
         num_ranks = min(self._num_fitting(), self.max_ranks)
         while num_ranks >= self.min_ranks:
             placement = placement_group([self.resources_per_rank] * num_ranks, strategy="SPREAD")
@@ -327,7 +329,7 @@ class RankPool:
         return lost
 
     def _stop_ranks(self) -> None:
-        """Return when what the ranks had is free again: who counts before that takes it for missing."""
+        """Stop the ranks; return when their resources are free again, which would count as missing before that."""
         _started.discard(self)
         actors, self._actors = self._actors, []
         if not self._is_connected:  # they ended with the connection
@@ -347,14 +349,14 @@ class RankPool:
 
 @dataclass(frozen=True, slots=True)
 class _FinishedSaves:
-    """How the asynchronous saves of a pool's ranks have ended; ``by_rank`` of those that could be asked."""
+    """How the asynchronous saves of a pool's ranks have ended; ``by_rank`` lacks ranks of which nothing is known."""
 
     group: str
     timeout_s: float
     by_rank: Mapping[int, Finished]
 
     def error(self, call: str, result: Any) -> RayDcpError | None:
-        """What is to be raised by the ``call`` of the pool that has waited for them."""
+        """The error for the ``call`` of the pool that has waited for them to raise; None where all went well."""
         unfinished = {rank: ", ".join(one.unfinished) for rank, one in self.by_rank.items() if one.unfinished}
         if unfinished:
             return UnfinishedSavesError(group=self.group, unfinished=unfinished, timeout_s=self.timeout_s)
@@ -364,7 +366,7 @@ class _FinishedSaves:
         return None
 
     def log(self) -> None:
-        """Tell it where something else is raised."""
+        """Log that error, where something else is raised."""
         untold = self.error("shutdown", None)
         if untold is not None:
             logger.error("%s", untold.args[0])
@@ -376,7 +378,7 @@ def _is_loss(untold: UntoldSaveError) -> bool:
 
 @functools.cache
 def _shut_down_at_exit() -> None:
-    """Ranks end with the process that has started them: what they save behind it is to be finished before."""
+    """Shut pools down before this process ends: their ranks end with it, and are to finish their saves before."""
     before_exit(_shut_down_all)
     if ray.get_runtime_context().get_actor_id():
         before_actor_ends(_shut_down_all)
@@ -402,11 +404,11 @@ class _Place:
 
 
 def _rank_class(ActorClass: Any) -> type:
-    """The user's class, joining its group before its constructor runs."""
+    """A subclass of the user's class that joins its group before the user's constructor runs."""
     metadata = getattr(ActorClass, "__ray_metadata__", None)
     user_class: Any = metadata.modified_class if metadata is not None else ActorClass
     if not isinstance(user_class, type):
-        raise ConfigError("ActorClass", f"{ActorClass!r} is no class")
+        raise ConfigError("ActorClass", f"{ActorClass!r} is not a class")
 
     class Rank(user_class):
         def __init__(self, place: _Place, *args: Any, **kwargs: Any) -> None:
@@ -431,7 +433,7 @@ def _rank_class(ActorClass: Any) -> type:
             return self._ray_dcp_group.generation
 
         def ray_dcp_finish_saves(self, timeout_s: float) -> Finished:
-            """Returns when the asynchronous saves of this process are over."""
+            """Return how the asynchronous saves of this process have ended, after at most ``timeout_s`` seconds."""
             return end_saves(timeout_s)
 
     Rank.__name__ = Rank.__qualname__ = user_class.__name__

@@ -12,14 +12,15 @@ PROGRESS_NBYTES = 16 << 20
 
 
 class Progress:
-    """Of one rank in one call. One thread works and counts, another one looks and may interrupt."""
+    """The progress of one rank in one call. One thread works and counts, another one looks and may interrupt."""
 
     def __init__(self) -> None:
         self.phase: str | None = None
         """What the rank is busy with; None while it waits for the others."""
         self.mark = 0
-        """Different from before when something has been done since."""
+        """A number that is another one whenever something has been done."""
         self.nbytes = 0
+        """Bytes that have been moved."""
         self._interruption: BaseException | None = None
 
     def advance(self, nbytes: int = 0) -> None:

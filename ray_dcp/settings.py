@@ -1,8 +1,8 @@
 """Settings: what they may be, and how they are read from the parameters of a URL and from environment variables.
 
-Each is an argument of a class here (of ``S3Options``, where stores are), and most have a variable ``RAY_DCP_...``. By
-its type a number is seconds (``float``) or a count (``int``); whoever says it, it is checked in the same way, and
-``ConfigError`` names the argument, parameter or variable. ``docs/settings.md`` has all of them.
+Each is an argument of a class here, or of ``S3Options`` beside the stores, and most have a variable ``RAY_DCP_...``. A
+number is seconds where its type is ``float``, a count where it is ``int``. However a setting is given, it is checked in
+the same way, and ``ConfigError`` names the argument, parameter or variable. ``docs/settings.md`` has all of them.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ class Limits:
     """A rank that others wait for and that makes no progress for this long fails the call. Progress is a written or
     read piece, a tensor handed to a writer, a phase finished. A user's hook (``state_dict``, say) is one step."""
     phase_stall_timeout_s: Mapping[str, float] = field(default_factory=dict)
-    """Other stall limits by phase, for example ``{"collect": 1800}``."""
+    """Stall limits for phases that need other ones, by name, for example ``{"collect": 1800}``."""
     arrival_timeout_s: float = 1800.0
     """A rank that does not make the call that another rank made this long ago is taken for absent."""
     unreachable_grace_s: float = 10.0
-    """Ray cannot reach a rank's process but has not declared it dead: it may come back within this time."""
+    """A rank's process that Ray cannot reach, but has not declared dead, may come back within this time."""
     heartbeat_timeout_s: float = 4.0
-    """A rank that is no actor, whose death Ray does not tell, is lost when it was not heard of for this long."""
+    """A rank that is not an actor, so that Ray does not tell its death, is lost when unheard of for this long."""
     coordinator_timeout_s: float = 30.0
     """A coordinator that does not answer for this long is replaced; one that cannot be found is looked for as long. A
     new process then takes some seconds to start."""
     finish_timeout_s: float = 1800.0
-    """A ``RankPool`` that is left or formed anew gives the asynchronous saves of its ranks so long to be over."""
+    """A ``RankPool`` that is left or formed anew gives the asynchronous saves of its ranks this long to end."""
 
     def __post_init__(self) -> None:
         require_valid(self)
@@ -104,14 +104,17 @@ class RetryPolicy:
     initial_backoff_s: float = 0.2
     """The longest wait before the second attempt; it doubles with each attempt."""
     max_backoff_s: float = 20.0
-    """No wait is longer."""
+    """The longest wait before any attempt."""
 
     def __post_init__(self) -> None:
         require_valid(self)
 
     @classmethod
     def from_texts(cls, parameters: Mapping[str, str], variables: Mapping[str, str]) -> RetryPolicy:
-        """What parameters such as ``retry_max_attempts`` of a URL say, where they are silent environment variables."""
+        """The policy that parameters of a URL such as ``retry_max_attempts`` give.
+
+        Where they are silent, environment variables do, else the defaults. Raises ``ConfigError``.
+        """
         return cls(**read_settings(cls, parameters, variables, parameter_prefix=RETRY_PREFIX, variable_prefix="RETRY_"))
 
 
@@ -132,7 +135,7 @@ class ReplicaCheck:
     """"warn": the lowest rank's value is saved, with a warning for each name. "error": the save is refused. "off":
     nothing is looked at, and any rank's value may be the one that is saved."""
     max_nbytes: int | None = DEFAULT_REPLICA_NBYTES
-    """Tensors of up to so many bytes are compared whole, of larger ones 64 KiB spread over them; None: all whole."""
+    """Tensors of up to this many bytes are compared whole, larger ones by 64 KiB spread over them; None: all whole."""
 
     def __post_init__(self) -> None:
         _require_replica_check("replica_check", self.mode)
@@ -147,7 +150,7 @@ DEFAULT_REPLICA_CHECK = ReplicaCheck()
 def replica_check_from(
     variables: Mapping[str, str], mode: str | None = None, max_nbytes: int | None = DEFAULT_REPLICA_NBYTES
 ) -> ReplicaCheck:
-    """The check that is asked for: ``mode``, else what ``RAY_DCP_REPLICA_CHECK`` says, else a warning."""
+    """The check that is asked for: ``mode``, else what ``RAY_DCP_REPLICA_CHECK`` says, else "warn"."""
     variable = variable_of("replica_check")
     if not mode and variables.get(variable):
         mode = variables[variable]
@@ -180,8 +183,8 @@ def read_settings(
 ) -> dict[str, Any]:
     """Return the arguments for the settings of ``cls`` that a parameter or, where that is silent, a variable gives.
 
-    The prefixes are ``retry_`` and ``RETRY_``, say. An empty variable says nothing where a text is meant, and is an
-    error elsewhere. Raises ``ConfigError`` by the name of the parameter or variable.
+    The prefixes are, for example, ``retry_`` and ``RETRY_``. An empty variable says nothing where a text is meant, and
+    is an error elsewhere. Raises ``ConfigError``, which names the parameter or variable.
     """
     given = {}
     for setting in dataclasses.fields(cls):
@@ -210,11 +213,11 @@ def require_valid(settings: DataclassInstance) -> None:
 
 
 def seconds_from(setting: str, text: str) -> float:
-    """The number in ``text``; whether it makes sense is checked where it is used."""
+    """The number in ``text``; ``require_seconds`` checks whether it makes sense. Raises ``ConfigError``."""
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(setting, f"{text!r} is no number of seconds") from None
+        raise ConfigError(setting, f"{text!r} is not a number of seconds") from None
 
 
 def require_seconds(setting: str, value: object, *, may_be_0: bool = False, least: float | None = None) -> None:
@@ -228,7 +231,7 @@ def require_seconds(setting: str, value: object, *, may_be_0: bool = False, leas
 
 
 def flag_from(setting: str, text: str) -> bool:
-    """True for true and 1, False for false and 0."""
+    """True for "true" and "1", False for "false" and "0", in any case. Raises ``ConfigError`` for anything else."""
     known = {"true": True, "1": True, "false": False, "0": False}
     if text.lower() not in known:
         raise ConfigError(setting, f"{text!r} is none of 0, 1, false and true")
@@ -242,11 +245,11 @@ def require_count(setting: str, value: object, *, least: int = 1) -> None:
 
 
 def count_from(setting: str, text: str) -> int:
-    """The whole number in ``text``."""
+    """The whole number in ``text``. Raises ``ConfigError``."""
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(setting, f"{text!r} is no whole number") from None
+        raise ConfigError(setting, f"{text!r} is not a whole number") from None
 
 
 def require_flag(setting: str, value: object) -> None:
@@ -256,21 +259,21 @@ def require_flag(setting: str, value: object) -> None:
 
 
 def phase_seconds_from(setting: str, text: str) -> dict[str, float]:
-    """The seconds of each phase in ``collect=1800,write=60``."""
+    """The seconds of each phase in a text such as ``collect=1800,write=60``. Raises ``ConfigError``."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     return {phase.strip(): seconds_from(f"{setting}[{phase.strip()!r}]", seconds) for phase, _, seconds in pairs}
 
 
 def require_phase_seconds(setting: str, by_phase: Mapping[str, float]) -> None:
-    """Raise ``ConfigError`` unless ``by_phase`` has seconds for phases that there are."""
+    """Raise ``ConfigError`` unless ``by_phase`` maps words of ``Phase`` to seconds."""
     for phase, value in by_phase.items():
         if phase not in PHASES:
-            raise ConfigError(setting, f"{phase!r} is no phase; there are {', '.join(PHASES)}")
+            raise ConfigError(setting, f"{phase!r} is not a phase; there are {', '.join(PHASES)}")
         require_seconds(f"{setting}[{phase!r}]", value)
 
 
 class _Kind(NamedTuple):
-    """How the settings of one type are read from a text, and checked; the metadata of a field says what else holds."""
+    """How settings of one type are read from a text, and checked; a field's metadata are arguments of ``require``."""
 
     read: Callable[[str, str], Any]
     require: Callable[..., None]
@@ -285,7 +288,7 @@ _KINDS = {
     "str": _TEXT,
     "str | None": _TEXT,
 }
-"""By type, as it is written."""
+"""Each kind, by the type of a setting as the code here writes it."""
 
 
 def _kind(setting: dataclasses.Field[Any]) -> _Kind | None:

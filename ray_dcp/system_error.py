@@ -14,11 +14,11 @@ _OF_KIND = {
     PermissionError: (errno.EACCES, errno.EPERM),
     NotADirectoryError: (errno.ENOTDIR,),
 }
-"""What an error of such a kind may have for a number; the first one where nothing says more."""
+"""The numbers that an error of each kind may have; it has the first one where nothing says more."""
 
 
 def system_facts(error: BaseException) -> tuple[int | None, str | None]:
-    """Number and text, of what ``error`` was raised from; else those of its kind."""
+    """The number and text of the system error that ``error`` was raised from, else of its kind; None where unknown."""
     kept: tuple[int | None, str | None] | None = vars(error).get("_system_facts")
     if kept is not None:
         return kept
@@ -30,7 +30,7 @@ def system_facts(error: BaseException) -> tuple[int | None, str | None]:
 
 
 def behind(error: BaseException) -> BaseException | None:
-    """What ``error`` was raised from; where Ray has raised it, the original of it."""
+    """What ``error`` was raised from; where Ray has raised it, the original. None where there is nothing behind it."""
     return error.__cause__ if error.__cause__ is not None else vars(error).get("cause")
 
 
@@ -48,10 +48,10 @@ def _strerror(error: Any) -> str | None:
 
 
 class SystemFacts:
-    """Of an error that is an ``OSError`` as well, and says by itself what its ``filename`` is."""
+    """``errno`` and ``strerror`` of an error that is an ``OSError`` as well, and has a ``filename`` of its own."""
 
-    errno: Any = property(_errno, doc="The operating system's number, where it was behind it; else that of its kind.")
-    strerror: Any = property(_strerror, doc="The operating system's text for it.")
+    errno: Any = property(_errno, doc="The number of the system error behind it; else that of its kind.")
+    strerror: Any = property(_strerror, doc="The operating system's text for that number.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         reduced: Any = super().__reduce__()
@@ -59,4 +59,4 @@ class SystemFacts:
         error: Any = self
         if behind(error) is None:
             return rebuild, (kind, args, facts)
-        return rebuild, (kind, args, {**facts, "_system_facts": system_facts(error)})  # what is behind it stays behind
+        return rebuild, (kind, args, {**facts, "_system_facts": system_facts(error)})  # the cause does not travel

@@ -19,7 +19,7 @@ _TORCHS = "torch.distributed.checkpoint."
 
 
 class _TorchModules(MetaPathFinder, Loader):
-    """Gives torch's own module, never a second copy of it: a class of it stays one class."""
+    """Gives torch's own modules, never a second copy of one: each class in them stays one class."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -48,7 +48,7 @@ def _in_torch(fullname: str) -> str:
 
 
 def find_torch_modules() -> None:
-    """From now on ``import ray_dcp.X`` finds torch's ``X`` where ray_dcp has none."""
-    # First, since torch's packages have a __path__ of their own, from which others would load a second copy.
+    """Let ``import ray_dcp.X`` find torch's module ``X``, from now on, where ray_dcp has no module ``X``."""
+    # In front, since torch's packages have a __path__ of their own, from which others would load a second copy.
     if not any(isinstance(finder, _TorchModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchModules())

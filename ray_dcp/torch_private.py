@@ -52,12 +52,12 @@ ESSENTIAL: Mapping[str, str] = {
     "torch.distributed.distributed_c10d._get_default_store": "Ranks under torchrun do not find each other.",
     "torch.nn.Module._modules": "Names in optimizer state do not lose what wrappers of modules add to them.",
 }
-"""Without these this module is not imported, or what their lines say does not work."""
+"""Symbols that torch must have: without one, this module is not imported, or what its line says does not work."""
 
 OPTIONAL: Mapping[str, str] = {
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": "The result of a collective under way is "
     "refused: call its wait() before a save.",
-    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "There are none to save or to fill.",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "There are no ShardedTensors to save or to fill.",
     "torch.distributed.checkpoint._sharded_tensor_utils._flatten_sharded_tensors": "As for ShardedTensor.",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "A tensor that wraps others is refused later, by "
     "the error of whatever asks for its memory.",
@@ -78,7 +78,7 @@ OPTIONAL: Mapping[str, str] = {
     "torch.distributed.checkpoint.DefaultSavePlanner._enable_plan_caching": "Nothing: there is no plan cache to turn "
     "off.",
 }
-"""Without these ray_dcp does without, as their lines say."""
+"""Symbols that torch may lack; the line of each says what is lost then."""
 
 
 class _NoneOfThese:
@@ -86,7 +86,7 @@ class _NoneOfThese:
 
 
 def _found(dotted: str, otherwise: Any) -> Any:
-    """What an optional symbol stands for in this torch, or ``otherwise``."""
+    """What an optional symbol stands for in this torch; ``otherwise`` where it lacks the symbol."""
     module, _, name = dotted.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name, otherwise)

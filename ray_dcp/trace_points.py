@@ -1,6 +1,6 @@
 """The numbered points of a save and a load: where tests make something go wrong, and what a trace can show.
 
-A point is reached on the rank or at the coordinator that gets there. Nobody watching, it costs one comparison.
+A point is reached on the rank or at the coordinator that gets there. While nobody watches, that costs one comparison.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ray_dcp.errors import ConfigError
 
 
 class Point(Enum):
-    """In the order in which a save, then a load, gets there. The value is (number, name)."""
+    """The points, in the order in which a save, then a load, gets there. The value of each is (number, title)."""
 
     BEFORE_PLAN = (1, "before plan")
     """Rank: the state is collected, nothing is sent."""
@@ -28,7 +28,7 @@ class Point(Enum):
     BEFORE_MANIFEST = (6, "before manifest")
     """Coordinator: all results are there and counted."""
     BETWEEN_MANIFEST_AND_METADATA = (7, "between manifest and metadata")
-    """Coordinator."""
+    """Coordinator: the manifest is put, ``.metadata`` is not."""
     AFTER_METADATA = (8, "after metadata")
     """Coordinator: it is committed, nobody knows."""
     AFTER_OPEN = (9, "after open")
@@ -52,18 +52,18 @@ class Point(Enum):
 
     @classmethod
     def titled(cls, title: str) -> Point:
-        """The point of this name. Raises ``ConfigError`` where there is none."""
+        """The point of this title. Raises ``ConfigError`` where there is no such point."""
         for point in cls:
             if point.title == title:
                 return point
-        raise ConfigError("point", f"{title!r} is none; there are {', '.join(point.title for point in cls)}")
+        raise ConfigError("point", f"{title!r} is not a point; there are {', '.join(point.title for point in cls)}")
 
 
 _observer: Callable[[Point], None] | None = None
 
 
 def reached(point: Point) -> None:
-    """This process has come to ``point``. Raises what the observer raises."""
+    """Tell the observer, if there is one, that this process has come to ``point``. Raises what the observer raises."""
     if _observer is not None:
         _observer(point)
 

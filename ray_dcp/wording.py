@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable
 
 MAX_LISTED = 20
-"""Of one list, in one message. What is left out is counted, and kept in the error's or report's own fields."""
+"""Entries of one list in one message. What is left out is counted, and kept in the error's or report's own fields."""
 _MAX_LINE = 600
 """Characters of one entry: enough for a name, two shapes and a path."""
 
@@ -29,13 +29,13 @@ def first_lines(lines: Collection[str], *, kept_in: str = "", most: int = MAX_LI
 
 
 def first_line_of(error: BaseException) -> str:
-    """What an error says first: Ray's and torch's go on for pages. Its class where it says nothing."""
+    """The first line of an error's text: Ray's and torch's go on for pages. Its class's name where there is no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def joined(names: Iterable[object], *, most: int = MAX_LISTED) -> str:
-    """``a, b and 3 more``; of at most ``most`` + 1 names all are there."""
+    """Names as in ``a, b and 3 more``; all of them where there are at most ``most`` + 1."""
     texts = [cut(str(name)) for name in names]
     if len(texts) <= most + 1:
         return ", ".join(texts)
@@ -43,7 +43,7 @@ def joined(names: Iterable[object], *, most: int = MAX_LISTED) -> str:
 
 
 def number_runs(numbers: Iterable[int], *, most: int = MAX_LISTED) -> str:
-    """Numbers in order, with runs joined: ``0-3, 6``; nothing for none."""
+    """Numbers in order, with runs joined: ``0-3, 6``; an empty text where there are none."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number <= runs[-1][1] + 1:
@@ -54,12 +54,12 @@ def number_runs(numbers: Iterable[int], *, most: int = MAX_LISTED) -> str:
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """``rank 3``, ``ranks 0-3, 6``."""
+    """Numbers of ranks as in ``rank 3`` or ``ranks 0-3, 6``."""
     return f"{'rank' if len(set(ranks)) == 1 else 'ranks'} {number_runs(ranks)}"
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 file``, ``2 files``."""
+    """A number and its noun, as in ``1 file`` or ``2 files``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -35,14 +35,14 @@ def test_a_place_in_the_second_place_is_refused_with_the_way(tmp_path, recwarn, 
 
 
 WRONG_PLUGINS = [
-    (dcp.save, "storage_writer", dcp.StoreReader(), "a StoreReader is no StorageWriter, it is a reader"),
+    (dcp.save, "storage_writer", dcp.StoreReader(), "a StoreReader is not a StorageWriter, it is a reader"),
     (dcp.save, "storage_writer", dcp.StoreWriter, "StoreWriter is a class; pass one that is made: StoreWriter(...)"),
     (dcp.save, "planner", dcp.DefaultSavePlanner, "DefaultSavePlanner is a class"),
-    (dcp.save, "planner", dcp.DefaultLoadPlanner(), "a DefaultLoadPlanner is no SavePlanner, it is a load planner"),
-    (dcp.save, "planner", "fast", "a str is no SavePlanner"),
-    (dcp.async_save, "storage_writer", FileSystemReader("/x"), "a FileSystemReader is no StorageWriter"),
-    (dcp.load, "storage_reader", dcp.StoreWriter(), "a StoreWriter is no StorageReader, it is a writer"),
-    (dcp.load, "planner", dcp.DefaultSavePlanner(), "a DefaultSavePlanner is no LoadPlanner, it is a save planner"),
+    (dcp.save, "planner", dcp.DefaultLoadPlanner(), "a DefaultLoadPlanner is not a SavePlanner, it is a load planner"),
+    (dcp.save, "planner", "fast", "a str is not a SavePlanner"),
+    (dcp.async_save, "storage_writer", FileSystemReader("/x"), "a FileSystemReader is not a StorageWriter"),
+    (dcp.load, "storage_reader", dcp.StoreWriter(), "a StoreWriter is not a StorageReader, it is a writer"),
+    (dcp.load, "planner", dcp.DefaultSavePlanner(), "a DefaultSavePlanner is not a LoadPlanner, it is a save planner"),
     (dcp.load, "planner", dcp.DefaultLoadPlanner, "DefaultLoadPlanner is a class"),
 ]
 
@@ -60,10 +60,10 @@ def test_what_is_no_writer_reader_or_planner_is_refused_by_name(tmp_path, call, 
 
 def test_a_group_that_is_none_is_refused(tmp_path):
     place = tmp_path / "c"
-    assert refused(dcp.save, STATE, checkpoint_id=place, group=3).startswith("group: 3 is no RankGroup")
+    assert refused(dcp.save, STATE, checkpoint_id=place, group=3).startswith("group: 3 is not a RankGroup")
     assert refused(dcp.load, STATE, checkpoint_id=place, group=dcp.RankGroup).startswith("group: ")
-    assert refused(dcp.save, STATE, checkpoint_id=place, process_group=3).startswith("process_group: 3 is no Process")
-    assert refused(dcp.CheckpointManager, tmp_path, group="ranks").startswith("group: 'ranks' is no RankGroup")
+    assert refused(dcp.save, STATE, checkpoint_id=place, process_group=3).startswith("process_group: 3 is not a Proc")
+    assert refused(dcp.CheckpointManager, tmp_path, group="ranks").startswith("group: 'ranks' is not a RankGroup")
     assert not place.exists()
 
 

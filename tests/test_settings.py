@@ -33,7 +33,7 @@ def test_a_limit_that_is_no_positive_number_of_seconds_is_refused(setting, value
     assert refused.value.setting == setting
 
 
-@pytest.mark.parametrize(("by_phase", "message"), [({"wriet": 5}, "'wriet' is no phase; there are collect"),
+@pytest.mark.parametrize(("by_phase", "message"), [({"wriet": 5}, "'wriet' is not a phase; there are collect"),
                                                     ({"write": 0}, r"phase_stall_timeout_s\['write'\]")])  # fmt: skip
 def test_limits_by_phase_are_checked(by_phase, message):
     with pytest.raises(ConfigError, match=message):
@@ -73,7 +73,7 @@ def test_limits_survive_pickling():
 def test_points_are_numbered_in_order_and_found_by_name():
     assert [point.number for point in trace_points.Point] == list(range(1, len(trace_points.Point) + 1))
     assert trace_points.Point.titled("mid write") is trace_points.Point.MID_WRITE
-    with pytest.raises(ConfigError, match="'mid wriet' is none; there are before plan"):
+    with pytest.raises(ConfigError, match="'mid wriet' is not a point; there are before plan"):
         trace_points.Point.titled("mid wriet")
 
 
@@ -155,9 +155,9 @@ def test_limits_by_phase_come_from_a_variable_too():
     limits = Limits.from_variables({name: "collect=1800, write=60"})
     assert limits.phase_stall_timeout_s == {"collect": 1800, "write": 60}
     for text, message in [
-        ("wriet=5", "'wriet' is no phase"),
+        ("wriet=5", "'wriet' is not a phase"),
         ("write=0", r"\['write'\]"),
-        ("write", "'' is no number"),
+        ("write", "'' is not a number"),
     ]:
         with pytest.raises(ConfigError, match=message) as refused:
             Limits.from_variables({name: text})

@@ -198,7 +198,7 @@ ROWS = (
     ),
     Row(
         "a process is forked while it saves (a DataLoader worker)",
-        "the fork is told at once that it is no rank; with `no_dist=True` it saves and loads by itself",
+        "the fork is told at once that it is not a rank; with `no_dist=True` it saves and loads by itself",
         "",
         "the new checkpoint",
         ("test_lifetime::test_a_fork_saves_and_loads_by_itself_and_waits_for_nothing_of_its_parent",),

@@ -16,13 +16,13 @@ _ROLES: dict[str, tuple[type, tuple[str, ...]]] = {
     "save planner": (SavePlanner, ("set_up_planner", "create_local_plan", "create_global_plan", "resolve_data")),
     "load planner": (LoadPlanner, ("set_up_planner", "create_local_plan", "load_bytes", "resolve_tensor")),
 }
-"""The class, and the methods by which one that does not derive from it is known."""
+"""The class of each role, and the methods by which one that does not derive from it is known."""
 
 
 def require_storage(storage: Any, setting: str) -> None:
     """Return if ``storage`` is None, or what ``setting`` ("storage_writer" or "storage_reader") takes.
 
-    Raises ``ConfigError``; of a path, which stands in the second place where torch has the writer, it says the way.
+    Raises ``ConfigError``, which for a path, passed where torch has the writer, says how to pass that.
     """
     if isinstance(storage, str | bytes | os.PathLike):
         raise ConfigError(setting, f"{os.fspath(storage)!r} is a place: pass it by name, as checkpoint_id=")
@@ -45,7 +45,7 @@ def _require(given: Any, role: str, setting: str) -> None:
     other = next(
         (f", it is a {name.replace('storage_', '')}" for name in _ROLES if isinstance(given, _ROLES[name][0])), ""
     )
-    raise ConfigError(setting, f"a {type(given).__name__} is no {wanted.__name__}{other}")
+    raise ConfigError(setting, f"a {type(given).__name__} is not a {wanted.__name__}{other}")
 
 
 __all__ = ["require_planner", "require_storage"]
