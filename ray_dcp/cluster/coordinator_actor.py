@@ -1,7 +1,7 @@
-"""The actor around a ``Coordinator``: awaits its futures, watches its ranks, and ends when nobody needs it.
+"""The actor around a ``Coordinator``: it awaits its futures, watches its ranks, and ends when nobody needs it.
 
 It is detached, so that no rank's death takes it along, and ends by itself: at once when the last rank has closed the
-group, a little later when all have died, never while a keeper (a pool or a Ray Train controller) lives.
+group, a little later when all have died, never while a keeper (a Ray Train controller) lives.
 
 When its process dies Ray starts it again. It then finds its group in Ray's key-value store, watches the ranks as
 before, and the ranks send again what they had sent in calls that go on.
@@ -34,18 +34,18 @@ from ray_dcp.wording import first_line_of
 
 _PING_INTERVAL_S = 0.5
 _LINGER_S = 10.0
-"""Without ranks; a group that re-forms after a failure finds its coordinator still there."""
+"""How long it stays without ranks: a group that re-forms after a failure finds its coordinator still there."""
 _FIRST_JOIN_S = 120.0
 _ASK_TIMEOUT_S = 120.0
-"""For the first answer of a coordinator: its process has to start and to import torch."""
+"""How long the first answer of a coordinator may take: its process has to start and to import torch."""
 _HEAD_RESOURCE = "node:__internal_head__"
 _MAX_CONCURRENCY = 20_000
-"""Calls in flight: one waits per rank."""
+"""Calls of the actor in flight: one waits per rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An answer or an error: returned, since Ray wraps what an actor raises."""
+    """An answer or an error, which is returned since Ray wraps what an actor raises."""
 
     answer: Any = None
     error: BaseException | None = None
@@ -57,7 +57,7 @@ class Outcome:
 
 
 class CoordinatorActor:
-    """Each method is a shell around one of ``Coordinator``; see there."""
+    """The coordinator's actor. Each method is a shell around one of ``Coordinator``; see there."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,7 +73,7 @@ class CoordinatorActor:
         self._started = False
 
     async def _start(self) -> None:
-        """On the first question of all: go on with the group of a coordinator before, if there was one."""
+        """When asked for the first time, go on with the group of an earlier coordinator, if there was one."""
         if self._started:
             return
         self._started = True
@@ -155,7 +155,7 @@ class CoordinatorActor:
         self._coordinator.keep_record()
 
     async def live_attempts(self) -> frozenset[str]:
-        """The saves that are under way."""
+        """The names of the attempts that are under way."""
         await self._start()
         return self._coordinator.attempts[0]
 
@@ -169,7 +169,7 @@ class CoordinatorActor:
         task.add_done_callback(self._tasks.discard)
 
     def _write_record(self, record: CoordinatorRecord) -> None:
-        """Called under the coordinator's lock, from whatever thread has changed something."""
+        """Keep what has changed. Called under the coordinator's lock, from whatever thread has changed something."""
         changed = (record, len(self._keepers))
         if changed != self._recorded:
             self._recorded = changed
@@ -199,7 +199,7 @@ class CoordinatorActor:
     async def _death_of(
         self, handle: Any, *, process: str | None = None, while_true: Callable[[], bool] = lambda: True
     ) -> str:
-        """Returns when the actor, or its first process, has died: why.
+        """Return why the actor, or its first process, has died, once it has; also once ``while_true`` says False.
 
         An idle actor is asked now and then, a busy one holds the question.
         """
@@ -233,7 +233,7 @@ class CoordinatorActor:
 
 
 def _in_a_thread(step: Callable[[], None]) -> None:
-    """A thread for each step: one that hangs must not keep the next from its turn."""
+    """Run ``step`` in a thread of its own: one that hangs must not keep the next from its turn."""
     threading.Thread(target=step, name="coordinator-step", daemon=True).start()
 
 
@@ -278,7 +278,7 @@ def _on_head_node() -> Any:
 
 
 def live_attempts(name: str) -> frozenset[str]:
-    """The saves of group ``name`` that are under way, as far as its coordinator says."""
+    """The names of the attempts of group ``name`` that are under way, as far as its coordinator says."""
     try:
         coordinator = ray.get_actor(f"coordinator/{name}", namespace=NAMESPACE)
         attempts: frozenset[str] = ray.get(coordinator.live_attempts.remote(), timeout=10)

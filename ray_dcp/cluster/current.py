@@ -40,11 +40,11 @@ def current_group() -> RankGroup | None:
 
 
 def process_group_ranks(process_group: Any) -> RankGroup | None:
-    """The ranks of a torch.distributed process group (None: the default one) as a group; None for one rank."""
+    """The ranks of a torch.distributed process group (None: the default one) as a group; None if it has one rank."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) < 2:
         return None
-    require_own_connection()  # nor is the store's connection its own
+    require_own_connection()  # a fork has no connection of its own to the store either
     from ray_dcp.torch_private import default_process_group_store  # not before: this module starts without torch
 
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -82,7 +82,7 @@ def _require_one_cluster(store: Any, rank: int) -> None:
 
 
 def _close_groups_of_ended_process_groups(token: str) -> None:
-    """A process group that was destroyed leaves a group behind, whose coordinator would live on with this process."""
+    """Close groups of process groups that were destroyed: their coordinators would live on with this process."""
     with _lock:
         ended = [group for (name, old), group in _lazily_joined.items() if name.startswith("torch-") and old != token]
     for group in ended:
@@ -122,13 +122,13 @@ def joined_groups() -> list[RankGroup]:
 
 
 def set_joined(group: RankGroup | None) -> None:
-    """``group`` is what this process has joined; the one joined last counts."""
+    """Note that this process has joined ``group``, or no group (None); the one joined last counts."""
     global _joined
     _joined = group
 
 
 def forget_joined(group: RankGroup) -> None:
-    """``group`` is closed."""
+    """Note that ``group`` is closed."""
     with _lock:
         for key in [key for key, joined in _lazily_joined.items() if joined is group]:
             del _lazily_joined[key]

@@ -76,7 +76,8 @@ class RankGroup:
         environment says (``RAY_DCP_STALL_TIMEOUT_S`` and so on, see ``Limits``).
 
         Raises ``JoinTimeoutError`` naming the ranks that did not come within ``timeout_s`` (the time it takes to
-        start the coordinator does not count), ``RankConflictError`` where another process has this rank.
+        start the coordinator does not count), ``RankConflictError`` where another process has this rank, and
+        ``GroupError`` where this process is not connected to Ray.
         """
         _require_valid(name, rank, world_size, timeout_s)
         request = JoinRequest(
@@ -90,13 +91,13 @@ class RankGroup:
         group = cls(request, *_join(name, request, timeout_s))
         current.set_joined(group)
         if request.beats:
-            atexit.register(group._end)  # no actor, whose death Ray would tell of
+            atexit.register(group._end)  # not an actor, whose death Ray would tell of
         else:
             _finish_before_actor_ends(request.limits.finish_timeout_s)
         return group
 
     def start_call(self, kind: str, checkpoint_id: str = "") -> RemoteCall:
-        """This rank's end of the group's next save, load or barrier."""
+        """This rank's end of the group's next save, load or barrier. Raises ``GroupError`` when the group is closed."""
         require_own_connection(self._pid)
         if self._closed:
             raise GroupError("this group is closed", group=self.name)
@@ -115,13 +116,13 @@ class RankGroup:
         return call
 
     def barrier(self) -> None:
-        """Returns when every rank has called it. Raises ``CheckpointException`` when a rank is lost."""
+        """Return when every rank has called this. Raises ``CheckpointException`` when a rank is lost."""
         call = self.start_call("barrier")
         with phase(call, Phase.ARRIVE):
             call.exchange(ARRIVE, None)
 
     def close(self) -> None:
-        """Leave the group, after the asynchronous save under way, if any. Idempotent; the last one ends it.
+        """Leave the group, after the asynchronous save under way, if any. Idempotent; the last rank ends the group.
 
         Raises ``EarlierSaveError``, when it has left, where a save failed and nobody had looked.
         """
@@ -129,7 +130,7 @@ class RankGroup:
         self.background.tell_earlier("close", None)
 
     def _end(self) -> None:
-        """Leave; what failed stays untold."""
+        """Leave the group; saves that failed stay untold."""
         if self._closed:
             return
         self._closed = True
@@ -181,14 +182,14 @@ def _finish_before_actor_ends(timeout_s: float) -> None:
     reraise=True,
 )
 def _join(name: str, request: JoinRequest, timeout_s: float) -> tuple[CoordinatorLink, int]:
-    """A link and the generation; a coordinator that was about to end is replaced by a new one."""
+    """A link to the coordinator, and the generation joined. One that was about to end is replaced by a new one."""
     link = CoordinatorLink(name, limits=request.limits, find=lambda: ensure_coordinator(name))
     actor = [] if request.beats else [ray.get_runtime_context().current_actor]
     return link, link.ask(link.handle.join.remote(request, timeout_s, actor))
 
 
 def _member_name(rank: int) -> str:
-    """Of one joining: the same process may join again."""
+    """A name for this process in one joining: it may join again, as another member."""
     return f"{process_name()} as rank {rank} ({uuid.uuid4().hex[:8]})"
 
 

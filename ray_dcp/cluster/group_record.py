@@ -1,9 +1,7 @@
 """What outlives a coordinator: who its group is and which calls have failed, in Ray's key-value store.
 
-That lasts as long as the cluster.
-
-That store is private in Ray. Where it is gone, a coordinator that dies takes its group along: its ranks get
-``CoordinatorLostError`` and join again.
+The store lasts as long as the cluster, and is private in Ray. In a Ray without it a coordinator that dies takes its
+group along: its ranks get ``CoordinatorLostError`` and join again.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from ray_dcp.protocol.coordinator.coordinator import CoordinatorRecord
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "ray_dcp"
-"""Of Ray's key-value store, and of the actors that ray_dcp names."""
+"""The namespace of ray_dcp's keys in Ray's key-value store, and of the actors that it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ def write_record(group: str, record: GroupRecord) -> None:
 
 
 def read_record(group: str) -> GroupRecord:
-    """The group as the coordinator before left it; an empty one where there was none."""
+    """The group as an earlier coordinator left it; an empty record where there was none, or where it cannot be read."""
     try:
         content = private("_internal_kv_get")(_key(group), namespace=NAMESPACE)
         record: GroupRecord = pickle.loads(content) if content else GroupRecord()
@@ -56,7 +54,7 @@ def read_record(group: str) -> GroupRecord:
 
 
 def end_record(group: str) -> None:
-    """The group has ended: of what was known only its generation stays, above which the next one of this name begins.
+    """Keep of a group that has ended only its generation, above which the next of this name begins, and incarnations.
 
     A rank that stood still all the while and moves again must not pass for one of that next group.
     """

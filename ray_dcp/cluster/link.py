@@ -21,7 +21,10 @@ _RETRY_S = 0.1
 
 
 class CoordinatorLink:
-    """Of one rank to one group; all its calls share it. ``find`` returns the handle of a coordinator that is up."""
+    """One rank's way to the coordinator of one group; all its calls share it.
+
+    ``find`` returns the handle of a coordinator that is up.
+    """
 
     def __init__(self, group: str, *, limits: Limits, find: Callable[[], Any]) -> None:
         self.group = group
@@ -37,14 +40,14 @@ class CoordinatorLink:
 
     @property
     def handle(self) -> Any:
-        """Of the coordinator as last seen. Raises ``GroupError`` after ``ray.shutdown()``."""
+        """The handle of the coordinator as last seen. Raises ``GroupError`` after ``ray.shutdown()``."""
         self._require_connected()
         return self._handle
 
     def ask(self, reference: Any) -> Any:
         """The answer to a question, however long it takes, as long as the coordinator lives and answers at all.
 
-        Raises ``CoordinatorLostError`` when it does not, or what the answer holds.
+        Raises ``CoordinatorLostError`` when it does not, or the error that the answer holds.
         """
         knock, knocked_s = None, time.monotonic()
         while True:
@@ -76,7 +79,7 @@ class CoordinatorLink:
             time.sleep(_RETRY_S)
 
     def _require_connected(self) -> None:
-        """A message of a process that is in no cluster would start a cluster of its own."""
+        """Raise ``GroupError`` after ``ray.shutdown()``: a message would then start a cluster of its own."""
         if not self.is_connected:
             raise GroupError(
                 "this process has left the Ray cluster in which it joined (ray.shutdown()). Join again",
@@ -116,7 +119,7 @@ class CallLink:
 
 
 def connection_of_process() -> tuple[str, str] | None:
-    """Names this process's connection to a cluster, which ``ray.shutdown()`` ends; None without one."""
+    """A name (node, job) for this process's connection to Ray, which ``ray.shutdown()`` ends; None without one."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()

@@ -16,17 +16,17 @@ from ray_dcp.errors import ForkedProcessError
 logger = logging.getLogger(__name__)
 
 _connected_parent: int | None = None
-"""Which process this one was forked from while that was connected to Ray."""
+"""The process from which this one was forked, if that was connected to Ray then."""
 _TOKEN = uuid.uuid4().hex[:8]
 
 
 def process_name() -> str:
-    """Of this process, unlike that of any other ever. For people too."""
+    """A name for this process, unlike that of any other ever. People can read it, too."""
     return f"process {os.getpid()} on {socket.gethostname()} ({_TOKEN})"
 
 
 def process_name_of(actor: object) -> str:
-    """As ``process_name``, asked of an actor: Ray passes it the actor itself."""
+    """``process_name``, in the form in which an actor is asked for it: Ray passes it the actor itself."""
     return process_name()
 
 
@@ -34,7 +34,7 @@ def before_actor_ends(finish: Callable[[], None]) -> None:
     """Have ``finish`` called when the actor that this process is ends by itself, while Ray still carries messages.
 
     It may leave by ``sys.exit`` or ``exit_actor``, or nobody may hold its handle any more. Python's own hooks come too
-    late: Ray has gone by then, and who waits for an answer of another actor waits for nothing.
+    late: Ray has gone by then, and whoever waits for an answer of another actor waits in vain.
     """
     try:
         worker: Any = private("global_worker")
@@ -56,7 +56,7 @@ def before_actor_ends(finish: Callable[[], None]) -> None:
 
 
 def require_own_connection(pid: int | None = None) -> None:
-    """Raises ``ForkedProcessError`` where this process has but a copy of its parent's connection to Ray.
+    """Raise ``ForkedProcessError`` where this process has only a copy of its parent's connection to Ray.
 
     Whatever it asks Ray is never answered. ``pid`` is the process in which something was made that needs Ray.
     """

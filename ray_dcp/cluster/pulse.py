@@ -1,7 +1,7 @@
 """``Pulse``: while a rank works on a save or load, the coordinator hears how far it is, and the rank when it may stop.
 
-A thread of the rank's process. While no call is worked on it sleeps, unless the process has to show that it lives;
-a save that is over within the first interval never sees it.
+It is a thread of the rank's process. While no call is worked on it sleeps, unless the process has to show that it
+lives; a save that is over within the first interval never sees it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Watched:
 
 
 class Pulse:
-    """Of one rank in one group. ``member`` is given where the process itself must show that it lives."""
+    """The pulse of one rank in one group. ``member`` is given where the process itself must show that it lives."""
 
     def __init__(
         self, link: CoordinatorLink, *, rank: int, world_size: int, member: str | None, heartbeat_timeout_s: float

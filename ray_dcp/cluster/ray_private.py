@@ -56,7 +56,8 @@ SYMBOLS: Mapping[str, str] = {
     "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator.get_or_create_autoscaling_coordinator": "An "
     "elastic restart takes as long as Ray's own: up to 20 seconds more.",
 }
-"""By where Ray has them. None is essential but to what its line says: that says so, or does without and logs it."""
+"""Every symbol, by its place in Ray, with all that is lost without it: what needs it says so, or does without and logs
+that."""
 
 
 def private(name: str) -> Any:
@@ -72,8 +73,8 @@ def private(name: str) -> Any:
 def train_context() -> Any:
     """Return what Ray Train knows of this worker; None outside of one.
 
-    Looked up, not imported: a process in which nobody loaded Ray Train is no worker of it, and importing it takes a
-    second.
+    It is looked up, not imported: a process in which nobody loaded Ray Train is not one of its workers, and importing
+    it takes a second.
     """
     module = sys.modules.get(TRAIN_CONTEXT_MODULE)
     return None if module is None else getattr(module, "_train_context", None)

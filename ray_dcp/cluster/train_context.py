@@ -20,11 +20,11 @@ class TrainGroupSpec:
     """A TorchTrainer worker's place in its worker group."""
 
     group: str
-    """The same for every worker group of one run, and for the run when it is started again."""
+    """The group's name: the same for every worker group of one run, and for the run when it is started again."""
     rank: int
     world_size: int
     incarnation: str
-    """The same for all ranks of one worker group, and different from that of any other."""
+    """A name for the worker group: the same on all its ranks, and different from that of any other."""
 
 
 def train_group_spec() -> TrainGroupSpec | None:
@@ -47,7 +47,10 @@ def train_group_name(experiment_name: str, experiment_path: str) -> str:
 
 
 def experiment_root() -> str | None:
-    """Return the run's experiment folder as a path or a URL, or None outside of a TorchTrainer worker."""
+    """Return the run's experiment folder as a path or a URL, or None outside of a TorchTrainer worker.
+
+    Raises ``ConfigError`` where no URL describes it: the run has a ``storage_filesystem`` of its own.
+    """
     context = train_context()
     if context is None:
         return None

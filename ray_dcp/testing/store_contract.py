@@ -20,7 +20,7 @@ from ray_dcp.store.reading import get_into, opened
 from ray_dcp.store.store import Store, exists, get_or_none
 
 Into = Callable[[Store, str, int, Sequence[memoryview]], None]
-"""``get_into``, in one of its ways."""
+"""One of the ways of ``get_into``."""
 
 KEYS = [
     "plain",
@@ -40,12 +40,12 @@ KEYS = [
 NOT_KEYS = ["", "/absolute", "a//b", "a/", "..", "../x", "a/../b", "a/../../b", "./a", "a/.", "nul\0byte"]
 
 SHARD_KEY = "__0_0_ab12.distcp"
-"""A key of which each attempt has its own, so that a store may keep what it knows of the object."""
+"""A key of one attempt alone, as each has its own: a store may keep what it knows of the object."""
 LARGE = random.Random(0).randbytes(18_000_000)
 
 
 def into_opened(store: Store, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-    """``get_into`` of an object that is open, twice: the second read must find it as the first did."""
+    """Read as ``get_into`` does, from an object that is open, twice: the second read must find it as the first did."""
     with opened(store, key) as fill:
         fill(offset, buffers)
         for buffer in buffers:
@@ -69,7 +69,7 @@ class StoreContract:
         raise NotImplementedError
 
     def get_behind(self, store: Store, key: str) -> bytes | None:
-        """The content of an object without the store; None when there is none."""
+        """The content of an object, read without the store; None when there is no such object."""
         raise NotImplementedError
 
     # put
@@ -428,7 +428,7 @@ class StoreContract:
 
 
 class FolderStoreContract(StoreContract):
-    """Of a store whose objects are the files of a local folder, its ``url``."""
+    """The contract of a store whose objects are the files of a local folder, its ``url``."""
 
     def put_behind(self, store: Store, key: str, content: bytes) -> None:
         path = Path(store.url, key)

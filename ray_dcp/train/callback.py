@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SPARE_PACKAGES = ("torch", "ray", "ray_dcp", "numpy", "pandas", "pyarrow")
 _HAND_OVER_S = 4.0
-"""Ray kills the workers of a group that ends after five seconds."""
+"""How long a worker may finish its saves: Ray kills the workers of a group that ends after five seconds."""
 _LOOK_FOR_NODES_EVERY_S = 1.0
 _RECOMPUTE_TIMEOUT_S = 10.0
 _POLICY_CACHE_S = 1.1
@@ -76,7 +76,9 @@ class CheckpointCallback(_ControllerCallback, _WorkerGroupCallback, _WorkerCallb
 
         ``node_loss_wait_s``: how long an elastic restart may wait for Ray to notice that a node is lost, where it
         can't be left out. Without that wait Ray asks for the lost node's workers again, and gives up after a minute.
-        There is none while all nodes answer. 0: never wait.
+        While all nodes answer it does not wait. 0: never wait.
+
+        Raises ``ConfigError``.
         """
         require_seconds("node_loss_wait_s", node_loss_wait_s, may_be_0=True)
         if isinstance(spare_packages, str) or not all(isinstance(name, str) for name in spare_packages):
@@ -99,7 +101,7 @@ class CheckpointCallback(_ControllerCallback, _WorkerGroupCallback, _WorkerCallb
         self._spares: Spares | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The copies in the workers know nothing of the run: what the controller's one has cannot travel.
+        # The copies in the workers know nothing of the run: what the controller's copy has cannot travel.
         return {"_node_loss_wait_s": self._node_loss_wait_s, "_spare_packages": self._spare_packages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -242,9 +244,10 @@ class CheckpointCallback(_ControllerCallback, _WorkerGroupCallback, _WorkerCallb
 
 
 def finish_saves(timeout_s: float) -> int:
-    """Wait until this process's asynchronous saves are committed or have failed; return how many are not by then.
+    """Wait until this process's asynchronous saves are committed or have failed.
 
-    What a worker does when Ray Train stops it. Whether one has failed is for who asked for it: nothing is raised.
+    Return how many of its groups still save after ``timeout_s`` seconds. A worker does this when Ray Train stops it.
+    Nothing is raised: a save that has failed is for whoever asked for it.
     """
     deadline = time.monotonic() + timeout_s
     return sum(not group.background.wait_for_latest(max(0.0, deadline - time.monotonic())) for group in joined_groups())
@@ -258,7 +261,7 @@ def _start_coordinator(name: str) -> None:
 
 @_never_fails_the_run
 def _tell_coordinator(group: str, failed: dict[int, str], workers: list[Any]) -> None:
-    """Let ranks that wait for failed ones in a save or load not wait until Ray stops them."""
+    """Keep ranks that wait for failed ones in a save or load from waiting until Ray stops them."""
     # A rank whose training has failed may be alive, and write in the background what it saved before.
     finished = [worker.execute_async(finish_saves, _HAND_OVER_S) for worker in workers]
     ray.wait(finished, num_returns=len(finished), timeout=_HAND_OVER_S + 1)

@@ -19,7 +19,8 @@ from ray_dcp.cluster.ray_private import private
 from ray_dcp.train.early_look import look_now
 
 _MAX_WAIT_FOR_ANSWERS_S = 0.5
-"""Once a failure is known: a worker on a lost node will not answer, and Ray would wait for it until its next look."""
+"""The longest wait for workers once a failure is known: on a lost node none answers, and Ray would wait for it until
+its next look."""
 
 
 class ControllerAccess:
@@ -37,7 +38,7 @@ class ControllerAccess:
         self._actor.__ray_call__.remote(look_now)
 
     def listen(self) -> None:
-        """Let `look_now` have an effect."""
+        """Let ``look_now`` have an effect."""
         listen(self._controller)
 
     def leave_out(self, node_ids: Callable[[], frozenset[str]]) -> None:

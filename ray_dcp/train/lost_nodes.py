@@ -69,14 +69,14 @@ class LeftOutNodes:
         self._looked_at = time.monotonic()
 
     def now(self) -> frozenset[str]:
-        """Return which they are; those that answer again, or that Ray knows to be dead, are no longer among them."""
+        """Return the ids of the nodes left out, without those that answer again or that Ray knows to be dead by now."""
         if self._node_ids and time.monotonic() > self._looked_at + _KNOCK_AGAIN_S:
             self._node_ids = silent_nodes(self._node_ids)
             self._looked_at = time.monotonic()
         return self._node_ids
 
     def selector(self, of_user: Any) -> dict[str, str] | None:
-        """Return a label selector that keeps workers off them; None where there are none."""
+        """Return a label selector that keeps workers off the nodes left out; None where no node is left out."""
         left_out = self.now()
         if not left_out:
             return None

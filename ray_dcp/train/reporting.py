@@ -28,6 +28,9 @@ def report(metrics: Mapping[str, Any], checkpoint: CheckpointInfo | str | None =
     ``ray.train.report``. A checkpoint inside the run's experiment folder becomes Ray's as it lies: ``num_to_keep``
     deletes it there. For one elsewhere Ray keeps a folder with a pointer to it, and deletes the pointer only.
     Afterwards ``Result.checkpoint`` and ``ray.train.get_checkpoint`` lead to it; see ``checkpoint_id_of``.
+
+    Raises ``ConfigError`` for a checkpoint that is reported outside of a TorchTrainer worker, and on rank 0
+    ``CheckpointNotFoundError`` for one in the experiment folder that was never committed.
     """
     if checkpoint is None:
         ray.train.report(dict(metrics))
@@ -93,7 +96,7 @@ def _report_pointer(metrics: Mapping[str, Any], checkpoint_id: str) -> None:
 
 
 def _name_inside_run(checkpoint_id: str) -> str | None:
-    """Where the checkpoint lies relative to the run's experiment folder; None when it lies elsewhere."""
+    """The checkpoint's path relative to the run's experiment folder; None when it lies elsewhere."""
     try:
         root = experiment_root()
     except ConfigError:

@@ -24,12 +24,12 @@ class Surroundings:
 
     job_id: str
     runtime_env: str
-    """As Ray writes it: the process must be of the very same."""
+    """The runtime environment as Ray writes it: the process must have the very same."""
     environment: dict[str, str]
     path: tuple[str, ...]
-    """Where modules are looked for: a worker gets to know the driver's folders with its first task only."""
+    """The folders in which modules are looked for: a worker hears of the driver's folders with its first task only."""
     modules: tuple[str, ...]
-    """Loaded ones, in the order in which they were."""
+    """The loaded modules, in the order in which they were loaded."""
 
     def encoded(self) -> bytes:
         return zlib.compress(json.dumps(asdict(self)).encode())
@@ -41,7 +41,7 @@ class Surroundings:
 
 
 def own_surroundings(packages: Iterable[str]) -> Surroundings:
-    """Return those of this worker, with its modules of ``packages`` only."""
+    """Return the surroundings of this worker, with its modules of ``packages`` only."""
     import ray
 
     context = ray.get_runtime_context()

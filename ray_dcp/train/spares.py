@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 _SETTLE_S = 3.0
 """Training goes on for this long before spare processes are started: by then it has loaded its modules."""
 _MAX_SETTLE_S = 60.0
-"""A run that fails again and again gets them ever later: each round would cost CPU time, and may leave one over."""
+"""The longest such time: a run that fails again and again gets spare processes ever later, since each round costs CPU
+time, and may leave one over."""
 _KEEP_ALIVE_S = 3600
 """How long a raylet keeps a process that nobody uses; then a new one is started."""
 _IMPORT_TIMEOUT_S = 120.0
@@ -38,13 +39,13 @@ _IMPORTED_LOOK_S = 0.5
 
 
 class Spares:
-    """The spare processes of one run; for the controller of it. Methods may raise what Ray raises."""
+    """The spare processes of one run; for its controller. Methods may raise what Ray raises."""
 
     def __init__(self, run_id: str, packages: Iterable[str]) -> None:
         self._key = f"spares/{run_id}"
         self._packages = tuple(packages)
         self._waiting: Counter[str] = Counter()
-        """How many there should be on a node; one may have been taken or have died meanwhile."""
+        """How many spare processes each node should have; one may have been taken or have died meanwhile."""
         self._started_at = time.monotonic()
         self._group_started_at = -math.inf
         self._settle_s = _SETTLE_S
@@ -55,7 +56,7 @@ class Spares:
     def put_hook_into(self, run_config: Any) -> None:
         """Let all workers of the run, and so their spares, begin with a look for what to import.
 
-        Raises ``ValueError`` where they have a hook of the user's.
+        Raises ``ValueError`` where they have such a hook already, of the user's.
         """
         hook_variable = private("WORKER_PROCESS_SETUP_HOOK_ENV_VAR")
         export = private("global_worker").function_actor_manager.export_setup_func
@@ -111,7 +112,7 @@ class Spares:
             wait_s = self._settle_s
             while not ended.wait(wait_s):
                 self._start_missing(workers, ended)
-                # By then those are gone that nobody has used.
+                # By then the ones that nobody has used are gone.
                 wait_s = _KEEP_ALIVE_S
         except Exception as error:  # noqa: BLE001 - the next start takes as long as without
             logger.warning("no spare processes, so a restart takes longer: %r", error)
@@ -138,12 +139,12 @@ class Spares:
             done = private("_internal_kv_list")(f"{self._key}/done/", namespace=NAMESPACE)
             if len(done) >= num_processes:
                 break
-        # From now on a process that is started with that runtime environment is no spare one: say, a task's.
+        # From now on a process that is started with that runtime environment is not a spare one: say, a task's.
         private("_internal_kv_del")(self._key, del_by_prefix=True, namespace=NAMESPACE)
 
 
 class _Taker:
-    """Takes a spare process, to be killed with it."""
+    """An actor that takes a spare process, to be killed with it."""
 
 
 def _hook(key: str) -> Callable[[], None]:
@@ -157,7 +158,7 @@ def _hook(key: str) -> Callable[[], None]:
 
             encoded = get(f"{key}/begin", namespace=namespace)
             if encoded is None:
-                return  # the usual case: this is no spare process
+                return  # the usual case: this is not a spare process
 
             def import_behind_others() -> None:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
