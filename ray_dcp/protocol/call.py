@@ -27,13 +27,13 @@ class Call(Protocol):
     kind: str
     checkpoint_id: str
     in_one_process: ClassVar[bool]
-    """Whether ranks and coordinator are one process, which may name what others do not see."""
+    """Whether ranks and coordinator are one process: then a place may be one that no other process sees."""
     failed: bool
-    """A ``CheckpointException`` before that is not this call's: a hook of the user's has made another one, say."""
+    """Whether it has failed. A ``CheckpointException`` before that is of another call, such as one of a user's hook."""
     progress: Progress
     """How far this rank is; whoever waits for it looks at this."""
     started_over: bool
-    """The coordinator died during this call: nobody here knows how far it had come."""
+    """Whether the coordinator died during this call: nobody here knows how far it had come."""
 
     def exchange(self, exchange: Exchange[PartT, AnswerT], part: PartT) -> AnswerT:
         """Send this rank's part, return its answer. Raises ``CheckpointException`` when the call fails anywhere."""
@@ -53,9 +53,9 @@ class Call(Protocol):
 
 @contextmanager
 def phase(call: Call, name: Phase) -> Iterator[None]:
-    """What fails in the block fails the call, everywhere, as this rank's failure in phase ``name``.
+    """An error in the block fails the call on all ranks, as this rank's failure in phase ``name``.
 
-    Leaves by ``CheckpointException``, or by the original where it asks the process to end.
+    Raises ``CheckpointException`` then, or the error itself where that asks the process to end.
     """
     try:
         with working(call.progress, name):

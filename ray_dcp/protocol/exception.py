@@ -20,9 +20,9 @@ from ray_dcp.system_error import SystemFacts, behind
 from ray_dcp.wording import first_lines
 
 COORDINATOR = -1
-"""In place of a rank, where the coordinator's own step failed."""
+"""What stands in place of a rank where the coordinator's own step failed."""
 _MAX_TRACEBACKS = 4
-"""In one message: what fails on many ranks mostly fails in one way."""
+"""The most tracebacks in one message: what fails on many ranks mostly fails in one way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class RankFailure:
     """One rank's part in a failure. Always picklable, whatever the original exception was."""
 
     rank: int
-    """``COORDINATOR`` where it was no rank."""
+    """The rank's number; ``COORDINATOR`` where it was not a rank."""
     phase: str
-    """collect, plan, stage, write, commit, open, read or restore."""
+    """The word of the ``Phase`` in which it failed: "collect", "plan", "write", "commit" and so on."""
     error_type: str
     message: str
     traceback: str
-    """Text; empty where nothing was raised (a rank that died)."""
+    """The traceback as text; empty where nothing was raised (a rank that died)."""
     cause: BaseException | None = None
-    """The original, where it can be pickled."""
+    """The original exception, where it can be pickled."""
     catchable_as: tuple[str, ...] = ()
-    """Built-in exceptions that it was, wherever it has been left behind."""
+    """Names of the built-in exceptions that the original was, also where that has been left behind."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         cause = None if self.cause is None else cloudpickle.dumps(self.cause)
@@ -112,13 +112,13 @@ class CheckpointException(RayDcpError, TorchCheckpointException):
 
     @property
     def failures(self) -> dict[int, WRAPPED_EXCEPTION]:
-        """Rank to (exception, traceback summary), as torch's. The coordinator counts as rank 0."""
+        """(exception, traceback summary) by rank, as torch's has it. The coordinator counts as rank 0."""
         return {max(failure.rank, 0): _as_torch_wraps(failure) for failure in self.rank_failures}
 
     def __str__(self) -> str:
         others = [f"{f.who}: {f.error_type}: {f.message}" for f in self.rank_failures[1:] if f.message]
         listed = "".join(f"\n  {line}" for line in first_lines(others, kept_in=".rank_failures"))
-        # Of ours none: they say it all, and a traceback would bury it.
+        # No tracebacks of our own errors: these say it all, and a traceback would bury it.
         traced = [f for f in self.rank_failures if f.traceback and not isinstance(f.cause, RayDcpError)]
         traces = "".join(f"\n--- {f.who}, {f.phase} ---\n{f.traceback.rstrip()}" for f in traced[:_MAX_TRACEBACKS])
         before = self.earlier.args[0] if self.earlier is not None else ""
@@ -137,7 +137,7 @@ class UntoldSaveError(EarlierSaveError, CheckpointException):
 
     @classmethod
     def told_by(cls, failure: CheckpointException, call: str, result: Any) -> UntoldSaveError:
-        """``failure``, as a ``call`` raises it that has itself succeeded with ``result``."""
+        """``failure``, as it is raised by a ``call`` that has itself succeeded with ``result``."""
         return cls(failure.kind, failure.checkpoint_id, failure.rank_failures, call, result)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -161,8 +161,8 @@ _CATCHABLE = frozenset(
         ArithmeticError,
     }
 ) - {TimeoutError}
-"""Not those that say something to Python itself (``StopIteration``), nor ``TimeoutError``: who waits some time for a
-save, by ``upload_completion.result(5)``, would take one that has failed for one that goes on."""
+"""The built-in exceptions as which a failure can be caught. Not those that say something to Python itself
+(``StopIteration``), nor ``TimeoutError``: from ``upload_completion.result(5)`` that means a save that still goes on."""
 
 
 def _builtins_of(cause: type[BaseException]) -> list[type[BaseException]]:
@@ -177,7 +177,7 @@ def _builtins_of(cause: type[BaseException]) -> list[type[BaseException]]:
 
 @functools.cache
 def _also(cls: Any, names: tuple[str, ...]) -> Any:
-    """``cls`` that can also be caught as these built-in exceptions; made once, and pickled as a call of ``cls``."""
+    """A subclass of ``cls`` that can also be caught as these built-in exceptions; made once, pickled as ``cls``."""
     kinds = tuple(getattr(builtins, name) for name in names)
     if not kinds or issubclass(cls, kinds):
         return cls
@@ -192,7 +192,7 @@ def _filename(error: BaseException) -> Any:
 
 
 def _what_is_changed(kind: str, phase: str) -> str:
-    """Of a template, by a load that has failed; in every phase before these it is as it was."""
+    """A message's end about what a failed load has changed in the template: before phase "read", nothing."""
     if kind != "load" or phase not in ("read", "restore"):
         return ""
     return "; its tensors are filled by now" if phase == "restore" else "; some of the template's tensors may be filled"

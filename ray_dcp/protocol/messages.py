@@ -38,18 +38,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CallId:
-    """One save, load or barrier of one rank: which of the other ranks' it belongs to, the coordinator finds out."""
+    """One save, load or barrier of one rank. The coordinator finds out to which of the other ranks' it belongs."""
 
     generation: int
     number: int
-    """The how-manieth call of this rank in this generation."""
+    """How many calls this rank had made before in this generation."""
     kind: str
     checkpoint_id: str = ""
-    """The place, as all ranks name it; empty where there is none, or where the ranks may name it differently."""
+    """The place, as all ranks name it; empty where there is no place, or where the ranks may name it differently."""
 
     @classmethod
     def named(cls, generation: int, number: int, kind: str, checkpoint_id: str) -> CallId:
-        """With ``checkpoint_id`` where that is a place: what is none may be a mistake of one rank alone."""
+        """A call's id, with ``checkpoint_id`` only if that is a place: else it may be a mistake of one rank alone."""
         is_place = "://" in checkpoint_id or os.path.isabs(checkpoint_id)
         return cls(generation, number, kind, checkpoint_id if is_place else "")
 
@@ -77,7 +77,7 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class CarriedInPlace:
-    """The same where the coordinator's half runs in this process: the objects themselves."""
+    """Planner and writer, or reader, themselves, where the coordinator's half runs in this process."""
 
     objects: tuple[Any, ...]
 
@@ -93,7 +93,7 @@ class Asked:
 
     __slots__ = ()
     done_in: ClassVar[Phase]
-    """What an error in the making of that part names."""
+    """The phase that an error in the making of that part names."""
     sent_in: ClassVar[Exchange[Any, Any]]
 
 
@@ -104,7 +104,7 @@ class PlanSaveHere(Asked):
     done_in: ClassVar[Phase] = Phase.PLAN
     plans: Sequence[SavePlan] | None
     lowest_rank: bool = False
-    """Of what several ranks have, the lowest one is to write all: they differ."""
+    """Whether the lowest rank is to write all that several ranks have, since their values differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +145,9 @@ class SavePart:
     """False for a user's writer, which may keep books of its own."""
     replica_check: ReplicaCheck = DEFAULT_REPLICA_CHECK
     replica_digests: array[int] | None = None
-    """One for each item of the plan; None where there is nothing to compare."""
+    """A digest for each item of the plan; None where there is nothing to compare."""
     containers: Containers = ()
-    """Of this rank's state dict."""
+    """The containers of this rank's state dict."""
 
     def dcp_plan(self) -> SavePlan:
         """The plan as any planner takes it."""
@@ -156,7 +156,7 @@ class SavePart:
 
 @dataclass(frozen=True, slots=True)
 class FinalTable:
-    """A rank's final plan, of what it has planned itself: the positions it keeps (None: all), and where it writes."""
+    """A rank's final plan: the positions that it keeps of its local plan's items (None: all), and where it writes."""
 
     kept: Sequence[int] | None
     storage_data: Any
@@ -168,7 +168,7 @@ class FinalTable:
 
 @dataclass(frozen=True, slots=True)
 class ShowReplicas:
-    """Around the answer to a plan where ranks hold different values: which of this rank's to send with its results."""
+    """The answer to a plan where ranks hold different values, and which of this rank's to send with its results."""
 
     answer: FinalTable | SavePlan
     keys: Collection[Key]
@@ -184,7 +184,7 @@ class ResultsWithReplicas:
 
 @dataclass(frozen=True, slots=True)
 class CommittedWithReplicas:
-    """Around rank 0's last answer: which values differed, for the warning."""
+    """Rank 0's last answer, and which values differed, for the warning."""
 
     metadata: Metadata
     differing: Sequence[DifferingReplicas]
@@ -208,7 +208,7 @@ class OpenPart:
 
 
 class NoGlobalStep:
-    """In place of a planner and a reader whose global step is torch's default: each rank's plan stays as it is."""
+    """Stands for a planner and a reader whose global step is torch's default: each rank's plan stays as it is."""
 
 
 NO_GLOBAL_STEP = NoGlobalStep()
@@ -249,7 +249,7 @@ class FailedLoad:
 
 @dataclass(frozen=True, slots=True)
 class NewestPart:
-    """What a rank sends to look up a step. ``failed`` where it is to take the place of one that did not load."""
+    """What a rank sends to look up a step; ``failed`` is the load whose step that is to take the place of, if any."""
 
     root: str
     failed: FailedLoad | None = None
@@ -291,11 +291,11 @@ class Exchange(Generic[PartT, AnswerT]):
         self.phase = phase
 
     def parts(self, messages: Sequence[Message]) -> Sequence[PartT]:
-        """``messages`` of this phase, as what they are."""
+        """``messages`` of this phase, with their type."""
         return cast(Sequence[PartT], messages)
 
     def answer(self, message: Message) -> AnswerT:
-        """``message`` of this phase, as what it is."""
+        """``message`` of this phase, with its type."""
         return cast(AnswerT, message)
 
 
@@ -309,7 +309,7 @@ PLAN_LOAD = Exchange[LoadPart, LoadAnswer](Phase.PLAN)
 SEND_PLAN = Exchange[LoadPlan, LoadAnswer](Phase.PLANS)
 PLAN_LOAD_HERE = Exchange[Sequence[LoadPlan] | None, LoadAnswer](Phase.GLOBAL_PLAN)
 READ = Exchange[bool, bool](Phase.READ)
-"""Whether something may fail when this rank restores; whether it may on any."""
+"""The part: whether something may fail when this rank restores. The answer: whether it may on any rank."""
 RESTORE = Exchange[None, None](Phase.RESTORE)
 
 CHOOSE = Exchange[NewestPart, CheckpointInfo | None](Phase.CHOOSE)

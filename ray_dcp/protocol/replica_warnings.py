@@ -15,11 +15,12 @@ logger = logging.getLogger("ray_dcp")
 
 _lock = threading.Lock()
 _times_told: Counter[str] = Counter()
-"""By name, in this process: values that differ by design, as running statistics do, differ at every save."""
+"""How often the values of each name have differed in this process: those that differ by design, as running statistics
+do, differ at every save."""
 
 
 def warn_of_differing(differing: Sequence[DifferingReplicas], checkpoint_id: str) -> None:
-    """Warn of each name once in this process; of what was told before only say how often it has differed."""
+    """Warn of each name once in this process; of names told before only say how often they have differed."""
     with _lock:
         _times_told.update(one.fqn for one in differing)
         new = [one for one in differing if _times_told[one.fqn] == 1]

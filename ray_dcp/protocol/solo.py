@@ -70,7 +70,7 @@ class SoloCall:
             self._on_save_ended(self._session.checkpoint_id, committed=committed)
 
     def report(self, failure: RankFailure) -> None:
-        """There is nobody else to tell."""
+        """Note that the call has failed: there is nobody else to tell."""
         self._tell_ended(committed=False)
 
     def carry(self, *user_objects: Any) -> CarriedInPlace:

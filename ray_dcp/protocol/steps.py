@@ -65,22 +65,22 @@ class SaveSteps(Protocol):
     """A rank's half of a save, step by step in this order; each runs once, on every rank, in one thread at a time."""
 
     final_plan: SavePlan
-    """Once ``finish_plan`` has run."""
+    """The final plan, once ``finish_plan`` has run."""
 
     def planning(self) -> AbstractContextManager[None]:
-        """Around all of the planning."""
+        """A context for all of the planning."""
         ...
 
     def plan(self, state: dict[str, Any], checkpoint_id: str, check: ReplicaCheck) -> SavePart:
-        """``set_up_planner``, ``create_local_plan``, ``set_up_storage_writer``, ``prepare_local_plan``."""
+        """Plan by ``set_up_planner``, ``create_local_plan``, ``set_up_storage_writer``, ``prepare_local_plan``."""
         ...
 
     def asked(self, asked: Asked) -> Message:
-        """On rank 0 where planner and writer stay there: ``create_global_plan`` and so on, later ``finish``."""
+        """Do what rank 0 is asked where planner and writer stay there: ``create_global_plan``, later ``finish``."""
         ...
 
     def finish_plan(self, answer: FinalTable | SavePlan | ShowReplicas) -> None:
-        """``finish_plan``."""
+        """Take the answer to the plan, by ``finish_plan``."""
         ...
 
     def stage(self) -> None:
@@ -88,7 +88,7 @@ class SaveSteps(Protocol):
         ...
 
     def write(self) -> Results | ResultsWithReplicas:
-        """``write_data``; what to send of its results."""
+        """Write, by ``write_data``; returns what to send of its results."""
         ...
 
     def committed_by_then(self) -> Metadata | None:
@@ -100,7 +100,7 @@ class SaveSteps(Protocol):
         ...
 
     def end(self, committed: Metadata | CommittedWithReplicas) -> Metadata:
-        """The metadata, which the user's planner is left with, too; warns of replicas that differed."""
+        """The metadata, which the user's planner gets, too. Warns of replicas that differed."""
         ...
 
     @property
@@ -115,7 +115,7 @@ class GlobalSaveSteps(Protocol):
     stays_on_rank_zero: bool
     """Whether its steps are rank 0's, which is ``Asked`` for them in phases of their own."""
     attempt: str | None
-    """Names a save that writes, as its shard files do; None where there is no such name, or not yet."""
+    """The name of the attempt, which its shard files carry; None where it has no such name, or not yet."""
 
     @property
     def may_have_committed(self) -> bool:
@@ -129,13 +129,16 @@ class GlobalSaveSteps(Protocol):
     def plan(
         self, parts: Sequence[SavePart], on_lowest_rank: Collection[Key]
     ) -> Sequence[FinalTable | SavePlan | PlanSaveHere]:
-        """``create_global_plan``, ``prepare_global_plan``; at least what is named is written by the lowest rank."""
+        """Plan by ``create_global_plan``, ``prepare_global_plan``.
+
+        At least what ``on_lowest_rank`` names is written by the lowest rank that has it.
+        """
         ...
 
     def commit(
         self, results: Sequence[Results], containers: Containers, differing: Sequence[DifferingReplicas]
     ) -> Sequence[Metadata | Asked]:
-        """``finish``, once all planned items are known to be written."""
+        """Commit by ``finish``, once all planned items are known to be written."""
         ...
 
 
@@ -148,7 +151,7 @@ class LoadSteps(Protocol):
         ...
 
     def open(self, opened: OpenedCheckpoint | None) -> Metadata:
-        """``read_metadata``, of what the coordinator has opened where it has."""
+        """The metadata, by ``read_metadata``; of what the coordinator has opened, where it has."""
         ...
 
     @property
@@ -157,7 +160,7 @@ class LoadSteps(Protocol):
         ...
 
     def plan(self, template: CollectedTemplate, metadata: Metadata, seen: SeenNames) -> None:
-        """``set_up_planner``, ``set_up_storage_reader``, ``create_local_plan``, ``prepare_local_plan``."""
+        """Plan by ``set_up_planner``, ``set_up_storage_reader``, ``create_local_plan``, ``prepare_local_plan``."""
         ...
 
     def check(self, *, strict: bool) -> TemplateCheck | None:
@@ -167,20 +170,20 @@ class LoadSteps(Protocol):
     def part(self, check: TemplateCheck | None, problems: Sequence[str], strict: bool | str) -> LoadPart:
         """What to send: the plan, and all that keeps it from being loaded, ``check`` and ``problems`` first.
 
-        Where there are none, and planner and reader let it, Python values are read and decoded to find more.
+        Where there are no problems, and planner and reader let it, Python values are read and decoded to find more.
         """
         ...
 
     def asked(self, asked: Asked) -> Message:
-        """The plan that was kept back; on rank 0, where planner and reader stay there, ``create_global_plan``."""
+        """The plan that was kept back; on rank 0, where planner and reader stay there, ``create_global_plan``'s."""
         ...
 
     def finish_plan(self, answer: LoadAnswer) -> None:
-        """``finish_plan``."""
+        """Take the answer to the plan, by ``finish_plan``."""
         ...
 
     def read(self) -> None:
-        """``read_data``, and with it ``resolve_tensor`` and ``commit_tensor``, of what has not been read yet."""
+        """Read, by ``read_data`` and with it ``resolve_tensor`` and ``commit_tensor``, what has not been read yet."""
         ...
 
     @property
@@ -189,7 +192,7 @@ class LoadSteps(Protocol):
         ...
 
     def put(self) -> None:
-        """``load_bytes``, and whatever else is not filled in place: every rank has read all of its own."""
+        """Put in place what is not filled there, by ``load_bytes`` for one: every rank has read all of its own."""
         ...
 
     @property
@@ -203,12 +206,12 @@ class LoadSteps(Protocol):
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """Loaded, missing, unexpected."""
+        """The names that were loaded, those that are missing, and those that are unexpected."""
         ...
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Read from storage, loaded into the template."""
+        """Bytes read from storage, and bytes loaded into the template."""
         ...
 
 
@@ -221,7 +224,7 @@ class GlobalLoadSteps(Protocol):
     """Whether it is rank 0 that is ``Asked`` to plan."""
 
     def plan(self, local_plans: Sequence[LoadPlan]) -> Sequence[LoadPlan | None] | Sequence[PlanLoadHere]:
-        """``create_global_plan``, ``prepare_global_plan``: the final plans, None for a rank's own."""
+        """The final plans, by ``create_global_plan`` and ``prepare_global_plan``; None for a rank's own."""
         ...
 
 
@@ -254,7 +257,7 @@ def default_save_planner(planner: SavePlanner | None) -> SavePlanner:
 
 
 def save_steps(planner: SavePlanner, writer: StorageWriter, call: Call) -> SaveSteps:
-    """Who does a rank's half of a save: ray_dcp's own pair, and no subclass of a user's, by tables."""
+    """Choose who does a rank's half of a save: by tables, where planner and writer are ray_dcp's, not subclasses."""
     users = planner.stands_for if isinstance(planner, StatePlanner) else planner
     known = Planner(planner, users, has_looked=type(planner) is StatePlanner)
     if type(planner) is StatePlanner and type(writer) is StoreWriter:
@@ -263,7 +266,7 @@ def save_steps(planner: SavePlanner, writer: StorageWriter, call: Call) -> SaveS
 
 
 def global_save_steps(parts: Sequence[SavePart]) -> GlobalSaveSteps:
-    """Who does the coordinator's half: ray_dcp's own pair, where all ranks have sent tables."""
+    """Choose who does the coordinator's half of a save: by tables, where all ranks have sent such to ray_dcp's pair."""
     carried = parts[0].carried
     if carried is None:
         return SaveOnRankZero(reports_results=parts[0].reports_results)
@@ -303,7 +306,7 @@ def default_load_planner(
 def load_steps(
     planner: LoadPlanner, reader: StorageReader, call: Call, *, trusted: bool, checkpoint_id: str, share_reads: bool
 ) -> LoadSteps:
-    """Who does a rank's half of a load: one and the same, which asks ray_dcp's planner and reader for more."""
+    """Choose who does a rank's half of a load: always the same, which asks ray_dcp's planner and reader for more."""
     template: Template = UsersTemplate(planner, trusted=trusted)
     if isinstance(planner, TemplatePlanner):
         template = OwnTemplate(planner)
@@ -311,7 +314,7 @@ def load_steps(
 
 
 def global_load_steps(parts: Sequence[LoadPart]) -> GlobalLoadSteps:
-    """Who does the coordinator's half of a load."""
+    """Choose who does the coordinator's half of a load."""
     carried = parts[0].carried
     if carried is None:
         return LoadOnRankZero()

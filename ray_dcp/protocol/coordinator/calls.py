@@ -20,11 +20,11 @@ from ray_dcp.settings import Limits, Phase
 PATIENCE_S = 30.0
 """How long a rank waits in a call that has failed without it before, in case that the others make it once more."""
 _REMEMBERED_CALLS = 64
-"""Ended calls of which is kept how they ended, so that a late part of one is answered with it."""
+"""How many ended calls are remembered by how they ended, so that a late part of one is answered with that."""
 _REMEMBERED_ANSWERS = 2
-"""Ended calls of which all answers are kept: a rank may ask again for one that got lost on its way."""
+"""How many ended calls are remembered with all answers: a rank may ask again for one that got lost on its way."""
 _RECORDED_FAILURES = 8
-"""Failed calls that a coordinator which starts over knows of: a rank may not have heard of them yet."""
+"""How many failed calls a coordinator that starts over knows of: a rank may not have heard of them yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CallsRecord:
 
     failed: tuple[FailedCall, ...] = ()
     shifts: tuple[tuple[int, int], ...] = ()
-    """(rank, how far its numbers are from its positions), where they are."""
+    """(rank, shift) of each rank whose numbers are not its positions: its position is its number plus the shift."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,21 +54,21 @@ class _Entry:
     position: int
     numbers: dict[int, int] = field(default_factory=dict)
     instead_of: _Entry | None = None
-    """The failed call that the rank which opened this one was not in: it may be alone here, as others were there."""
+    """The failed call that this may stand for: the first rank here was not in that, and may be alone as others were."""
     settled: bool = False
-    """Nobody can come to it any more: all ranks have been in a later call that worked, or it stood for another one."""
+    """Whether nobody can come to it any more: all were in a later call that worked, or it stood for another one."""
     restored: bool = False
-    """It failed at a coordinator before: which ranks were in it is not known."""
+    """Whether it failed at an earlier coordinator: which ranks were in it is not known."""
 
     def may_be(self, call_id: CallId) -> bool:
-        """Whether a rank that makes the call ``call_id`` may mean this one. A rank need not know the id."""
+        """Whether a rank that makes the call ``call_id`` may mean this one. Its checkpoint id may be empty."""
         mine, other = self.call_id.checkpoint_id, call_id.checkpoint_id
         is_over = self.settled or (self.call.ended and self.call.failure is None)
         return not is_over and self.call_id.kind == call_id.kind and (mine == other or not mine or not other)
 
 
 class Calls:
-    """See the module. Not thread-safe: the coordinator locks.
+    """The calls of one generation: see the module. Not thread-safe: the coordinator locks.
 
     ``open_call`` makes a new call; ``on_change`` is called when ``record`` has changed by a shift.
     """
@@ -83,12 +83,12 @@ class Calls:
         self._entries: list[_Entry] = []
         self._by_rank: dict[int, dict[int, _Entry]] = {rank: {} for rank in range(world_size)}
         self._forgotten: dict[int, int] = {}
-        """Calls of a rank below this number have ended and are forgotten."""
+        """By rank: its calls below this number have ended and are forgotten."""
         self._shifts: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         """The position of the last call to which each rank has sent a part."""
         self._settled_before: dict[int, int] = {}
-        """The same, leaving out barriers, which may be passed while a save goes on in the background."""
+        """``_reached``, leaving out barriers, which may be passed while a save goes on in the background."""
 
     def __iter__(self) -> Iterator[OpenCall]:
         return iter([entry.call for entry in self._entries])
@@ -99,8 +99,8 @@ class Calls:
     def of(self, call_id: CallId, rank: int, own: RankFailure | None = None) -> OpenCall:
         """The call that this rank calls ``call_id``: found, joined or opened. It may have failed, or fail by this.
 
-        ``own`` is what the rank has failed with: what fails because of this call fails with that first.
-        Raises ``GroupError`` for one that has ended long ago.
+        ``own`` is what the rank has failed with: calls that fail because of this one fail with that first.
+        Raises ``GroupError`` for a call that has ended long ago.
         """
         known = self._by_rank[rank].get(call_id.number)
         if known is not None:
@@ -110,14 +110,14 @@ class Calls:
         return self._place(call_id, rank, own).call
 
     def find(self, call_id: CallId, rank: int) -> OpenCall | None:
-        """The call that this rank calls ``call_id``, where it is known."""
+        """The call that this rank calls ``call_id``; None where it is not known."""
         known = self._by_rank.get(rank, {}).get(call_id.number)
         return None if known is None else known.call
 
     def part_sent(self, call_id: CallId, rank: int) -> None:
-        """A rank is about to send a part of a call: those that it has left by that fail, and this one if others have.
+        """Note that a rank is about to send a part: calls that it leaves by that fail, and so does this if others left.
 
-        Such a call has ended on the rank that left it, and a coordinator that has died since took the news along.
+        A call has ended on a rank that left it, and a coordinator that has died since took the news along.
         """
         entry = self._by_rank[rank][call_id.number]
         is_first = not entry.call.has_parts
@@ -137,7 +137,7 @@ class Calls:
             entry.call.fail([RankFailure(rank, str(entry.call.phase_now), "GroupError", message, "")])
 
     def ended(self, call: OpenCall) -> None:
-        """A call has ended. Where it worked, all ranks were in it: nobody comes to an earlier one any more."""
+        """Note that a call has ended. If it worked, all ranks were in it: nobody comes to an earlier one any more."""
         entry = next((one for one in self._entries if one.call is call), None)
         if entry is not None and call.failure is None:
             for earlier in self._entries:
@@ -145,7 +145,7 @@ class Calls:
 
     @property
     def record(self) -> CallsRecord:
-        """What ``restore`` takes."""
+        """The record that ``restore`` takes."""
         failed = [
             FailedCall(entry.position, entry.call_id, entry.call.failure)
             for entry in self._entries
@@ -154,7 +154,7 @@ class Calls:
         return CallsRecord(tuple(failed[-_RECORDED_FAILURES:]), tuple(sorted(self._shifts.items())))
 
     def restore(self, record: CallsRecord) -> None:
-        """Go on where a coordinator before was. What it has called failed stays so: ranks may have been told."""
+        """Go on where an earlier coordinator was. Calls that it has failed stay so: ranks may have been told."""
         self._shifts = dict(record.shifts)
         for failed in record.failed:
             call = self._open_call(failed.call_id)
@@ -208,9 +208,9 @@ class Calls:
         return 1 + max((entry.position for entry in self._entries), default=-1)
 
     def _open_against(self, waiting: Sequence[_Entry], call_id: CallId, rank: int, own: RankFailure | None) -> _Entry:
-        """Other ranks wait for this one in other calls: none of them, nor this one, can come to an end.
+        """Open a call while others wait for its rank in other calls: none of these can come to an end, so all fail.
 
-        But for those that take the place of a failed one: their ranks meant that, and are behind.
+        Those that stand for a failed call end as that did: their ranks meant it, and are behind.
         """
         out_of_step = [one for one in waiting if one.instead_of is None]
         entry = self._open(call_id, rank, waiting[0].position)
@@ -223,7 +223,7 @@ class Calls:
         return entry
 
     def _fail_as_missed(self, entry: _Entry) -> None:
-        """End a call that stands for a failed one as that one has ended; nothing where it does not."""
+        """End a call that stands for a failed one as that one has ended; leave any other alone."""
         missed = entry.instead_of
         if missed is not None and missed.call.failure is not None and not entry.call.ended:
             entry.position, entry.settled = missed.position, True
@@ -248,7 +248,7 @@ class Calls:
         return RankFailure.from_exception(error, rank=rank, phase=Phase.COLLECT)
 
     def _take_out_of_sequence(self, rank: int) -> None:
-        """The call that this rank makes, or waits in, has no position of its own: its next has."""
+        """Give the call that this rank makes, or waits in, no position of its own: its next call has that."""
         self._shift(rank, self._shifts.get(rank, 0) - 1)
 
     def _shift(self, rank: int, shift: int) -> None:

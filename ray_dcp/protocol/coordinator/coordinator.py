@@ -33,11 +33,14 @@ Execute = Callable[[Callable[[], None]], object]
 CHECK_INTERVAL_S = 0.25
 """How often ``check_limits`` is to be called."""
 _REMEMBERED_ATTEMPTS = 1024
-"""Failed ones, of which ranks that were killed may have left files."""
+"""How many failed attempts are remembered: ranks that were killed may have left files of them."""
 
 
 class SaveEnded(Protocol):
-    """Is told of every save of ours that is over. Called under the coordinator's lock: it must only take note."""
+    """A function that is told of every save that has an attempt and is over.
+
+    It is called under the coordinator's lock: it must only take note.
+    """
 
     def __call__(self, checkpoint_id: str, *, committed: bool) -> None: ...
 
@@ -50,7 +53,7 @@ class CoordinatorRecord:
     calls: CallsRecord = field(default_factory=CallsRecord)
 
     def of_ended_group(self) -> CoordinatorRecord:
-        """For a later group of the same name: no rank of this one can ever take part in it."""
+        """The record for a later group of the same name: no rank of this one can ever take part in that."""
         membership = MembershipRecord(self.membership.generation, incarnations=self.membership.incarnations)
         return CoordinatorRecord(membership)
 
@@ -81,15 +84,15 @@ class Coordinator:
         self._membership = Membership(name)
         self._calls = self._no_calls()
         self._ending: list[OpenCall] = []
-        """Of older generations, with a step that is under way."""
+        """Calls of older generations, with a step that is under way."""
         self._dead: deque[str] = deque(maxlen=_REMEMBERED_ATTEMPTS)
         self._heard_s: dict[str, float] = {}
-        """When each member that is no actor was last heard of."""
+        """When each member that is not an actor was last heard of, by ``_awake_s``."""
 
     # Membership.
 
     def join(self, request: JoinRequest) -> Future[int]:
-        """The generation, once all ranks of ``request.world_size`` have joined; the older one then ends."""
+        """A future of the generation that begins when all ``request.world_size`` ranks are in; the older one ends."""
         with self._lock:
             before = self._membership.generation
             future = self._membership.join(request)
@@ -99,12 +102,12 @@ class Coordinator:
         return future
 
     def withdraw(self, request: JoinRequest) -> list[int]:
-        """Take back a join that waited too long; the ranks it waited for."""
+        """Take back a join that waited too long; returns the ranks it waited for."""
         with self._lock:
             return self._membership.withdraw(request)
 
     def member_lost(self, member: str, why: str) -> None:
-        """A process died: every open call fails, and its generation can start no more."""
+        """Note that a process died: every open call fails, and its generation can start no more calls."""
         with self._lock:
             rank = self._membership.lose(member, why)
             if rank is not None:
@@ -113,19 +116,19 @@ class Coordinator:
                     call.fail(self._lost_failure(call))
 
     def ranks_failed(self, failed: Mapping[int, str]) -> None:
-        """Somebody who runs the ranks says that these of the current generation have failed, and why."""
+        """Note that these ranks of the current generation have failed, and why, as whoever runs them says."""
         with self._lock:
             for rank, why in sorted(failed.items()):
                 if rank < self._membership.world_size:
                     self.member_lost(self._membership.member(rank), why)
 
     def heartbeat(self, member: str) -> None:
-        """A member that is no actor lives."""
+        """Note that ``member`` lives; an actor need not say so."""
         with self._lock:
             self._heard_s[member] = self._awake_s
 
     def leave(self, generation: int, rank: int) -> None:
-        """Rank ``rank`` has closed its group; calls that it is still needed in fail."""
+        """Note that rank ``rank`` has closed its group; calls that still need it fail."""
         with self._lock:
             if generation == self._membership.generation:
                 self.member_lost(self._membership.member(rank), "closed its group")
@@ -137,7 +140,7 @@ class Coordinator:
 
     @property
     def num_members(self) -> int:
-        """Live ranks of the current generation and ranks that wait to join."""
+        """The number of live ranks of the current generation and of ranks that wait to join."""
         with self._lock:
             return self._membership.num_live
 
@@ -176,10 +179,11 @@ class Coordinator:
     def contribute(
         self, call_id: CallId, rank: int, phase: Phase, message: bytes, *, again: bool = False
     ) -> Future[bytes]:
-        """A rank's part of a phase; its answer, encoded, once all parts are there.
+        """Take a rank's part of a phase; returns a future of its answer, encoded, for which all parts must be there.
 
         ``again``: the rank has lost its coordinator during this call, so another one may have had all parts before.
-        Raises ``StaleGenerationError`` for a call of an older generation; fails with ``CheckpointException``.
+        Raises ``StaleGenerationError`` for a call of an older generation; the future fails with
+        ``CheckpointException``.
         """
         with self._lock:
             call = self._call(call_id, rank)
@@ -193,14 +197,14 @@ class Coordinator:
         return future
 
     def fail(self, call_id: CallId, rank: int, failure: RankFailure) -> None:
-        """What a rank has failed with, or has seen fail: the call fails for all."""
+        """Fail a call for all ranks, with what this rank has failed with or has seen fail."""
         with self._lock:
             self._call(call_id, rank, own=failure).fail([failure])
 
     def report_progress(
         self, call_id: CallId, rank: int, phase: Phase, mark: int, nbytes: int
     ) -> CheckpointException | None:
-        """A rank is at work on a call. Returns how that has failed, if it has: the rank may stop working."""
+        """Note how far a rank is in a call. Returns how that has failed, if it has: the rank may stop working."""
         with self._lock:
             call = self._call(call_id, rank)
             call.see(rank, phase, mark=mark, nbytes=nbytes)
@@ -228,7 +232,7 @@ class Coordinator:
 
     @property
     def attempts(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Those that still go on, and the latest of those that have failed and can never commit."""
+        """The attempts that still go on, and the latest of those that have failed and can never commit."""
         with self._lock:
             calls = [*self._calls, *self._ending]
             return frozenset(call.attempt for call in calls if call.attempt and not call.ended), frozenset(self._dead)
@@ -244,7 +248,7 @@ class Coordinator:
         return call
 
     def _no_calls(self) -> Calls:
-        """For a generation that begins, or that a coordinator before had."""
+        """An empty ``Calls``, for a generation that begins or that an earlier coordinator had."""
         return Calls(
             group=self.name,
             world_size=self._membership.world_size,
@@ -283,7 +287,7 @@ class Coordinator:
         ]
 
     def _end_calls(self, generation: int) -> None:
-        """Those of ``generation``, which is over; a step that is under way ends its call, or the stall limit does."""
+        """End the calls of ``generation``, which is over; a step under way ends its own, or the stall limit does."""
         calls, self._calls = self._calls, self._no_calls()
         self._ending = [call for call in (*self._ending, *calls) if not call.ended]
         stale = StaleGenerationError(group=self.name, generation=generation, current=self._membership.generation)

@@ -32,10 +32,11 @@ from ray_dcp.wording import ranks_text
 
 
 class LoadSession(Session):
-    """open: the checkpoint, once for all. plan: local plans to final plans, after all checks.
+    """The coordinator's half of a load, phase by phase.
 
-    read: every rank has all bytes. restore: every rank has put them where they belong; only where some rank runs code
-    for that.
+    open: the checkpoint is opened, once for all ranks. plan: local plans become final plans, after all checks. read:
+    every rank has all bytes. restore, only where some rank runs code for that: every rank has put them where they
+    belong.
     """
 
     first_phase: ClassVar[Phase] = Phase.OPEN
@@ -95,15 +96,15 @@ class LoadSession(Session):
         return self._accept(cast(Sequence[LoadPlan | None], planned))
 
     def _read(self, restores: Sequence[bool]) -> Sequence[bool]:
-        """Whether any rank runs code, which may fail, to restore."""
+        """Tell every rank whether any of them runs code, which may fail, to restore."""
         if any(restores):
             self._following[Phase.READ] = Phase.RESTORE
         return [any(restores)] * len(restores)
 
     def _accept(self, plans: Sequence[LoadPlan | None], shares: Sequence[NodeShare | None] = ()) -> Sequence[Message]:
-        """Final plans (None: the rank's own), to every rank the names that no rank's template has, and what it shares.
+        """The answers: a rank's final plan (None: its own), the names that no rank's template has, and what it shares.
 
-        Ranks that get the same get one and the same object.
+        Ranks that get equal answers get one and the same object.
         """
         answers: dict[tuple[int, int], LoadAnswer] = {}
         for plan, share in zip(plans, shares or [None] * len(plans), strict=True):

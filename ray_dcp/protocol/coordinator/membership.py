@@ -19,13 +19,13 @@ class JoinRequest:
     rank: int
     world_size: int
     member: str
-    """Names the process, unlike any other ever: a process that restarts is another member."""
+    """A name for the process, unlike any other ever: a process that restarts is another member."""
     incarnation: str | None = None
-    """Same for all processes started together (a TorchTrainer worker group); None where nobody says."""
+    """A name for all processes started together (a TorchTrainer worker group); None where nobody says."""
     limits: Limits = field(default_factory=Limits)
-    """Of the whole group: all ranks must ask for the same."""
+    """The limits of the whole group: all ranks must ask for the same."""
     beats: bool = False
-    """Whether the process tells that it lives: it is no actor, whose death Ray would tell."""
+    """Whether the process tells that it lives: it is not an actor, whose death Ray would tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class MembershipRecord:
 
     generation: int = 0
     members: tuple[JoinRequest, ...] = ()
-    """Of the current generation, in rank order."""
+    """The members of the current generation, in rank order."""
     lost: Mapping[int, str] = field(default_factory=dict)
     incarnations: tuple[str, ...] = ()
 
@@ -57,12 +57,13 @@ class Membership:
         self._members: tuple[JoinRequest, ...] = ()
         self._forming: dict[int, tuple[JoinRequest, Future[int]]] = {}
         self._incarnations: list[str] = []
-        """In the order in which they first came: an older one never comes back."""
+        """All incarnations, in the order in which they first came: an older one never comes back."""
 
     def join(self, request: JoinRequest) -> Future[int]:
-        """Resolves to the new generation when the last rank has joined.
+        """A future of the new generation, which is there when the last rank has joined.
 
-        Raises ``RankConflictError`` where the request contradicts those already waiting.
+        Raises ``RankConflictError`` where the request contradicts those already waiting, and ``StaleGenerationError``
+        where a newer incarnation has taken its place.
         """
         if request in self._members and request.rank not in self.lost:
             again: Future[int] = Future()  # it has not heard the first answer
@@ -77,7 +78,7 @@ class Membership:
         return future
 
     def withdraw(self, request: JoinRequest) -> list[int]:
-        """Forget a waiting request; the ranks that had not joined."""
+        """Forget a waiting request; returns the ranks that had not joined."""
         missing = sorted(set(range(request.world_size)) - self._forming.keys())
         waiting = self._forming.get(request.rank)
         if waiting is not None and waiting[0].member == request.member:
@@ -85,7 +86,7 @@ class Membership:
         return missing
 
     def lose(self, member: str, why: str) -> int | None:
-        """A process is gone; its rank if it was in the current generation."""
+        """Note that a process is gone; returns its rank if it was in the current generation."""
         for waiting, (request, future) in list(self._forming.items()):
             if request.member == member:
                 del self._forming[waiting]
@@ -106,23 +107,23 @@ class Membership:
 
     @property
     def limits(self) -> Limits:
-        """Of the current generation; of those who wait for the next where there is none."""
+        """The limits of the current generation, or else of those who wait for the next; defaults without either."""
         waiting = [request for request, _ in self._forming.values()]
         return (*self._members, *waiting)[0].limits if self._members or waiting else Limits()
 
     @property
     def beating(self) -> list[str]:
-        """Members that tell that they live, and count for something."""
+        """The names of live members, and of those who wait, that are to tell that they live."""
         live = [one for one in self._members if one.rank not in self.lost]
         return [one.member for one in (*live, *(request for request, _ in self._forming.values())) if one.beats]
 
     @property
     def record(self) -> MembershipRecord:
-        """What ``restore`` takes."""
+        """The record that ``restore`` takes."""
         return MembershipRecord(self.generation, self._members, dict(self.lost), tuple(self._incarnations))
 
     def restore(self, record: MembershipRecord) -> None:
-        """Go on where another one was. Ranks that wait to join then come again by themselves."""
+        """Go on where an earlier membership was. Ranks that were waiting to join come again by themselves."""
         self.generation = record.generation
         self.world_size = len(record.members)
         self._members = record.members

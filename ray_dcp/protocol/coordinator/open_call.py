@@ -25,13 +25,13 @@ _MAX_NAMED_RANKS = 8
 
 
 def coordinator_phase(kind: str, phase: Phase) -> Phase:
-    """What the coordinator does when all parts of ``phase`` are there."""
+    """The phase in which the coordinator is when all parts of ``phase`` are there."""
     return Phase.COMMIT if (kind, phase) == ("save", Phase.WRITE) else phase
 
 
 @dataclass(slots=True)
 class _SentPart:
-    """What a rank sent for a phase, and who waits for the answer: several where it was sent again."""
+    """What a rank sent for a phase, and the futures of its answer: several where it was sent again."""
 
     message: bytes
     waiting: list[Future[bytes]]
@@ -73,11 +73,11 @@ class OpenCall:
         self._answers: dict[Phase, Sequence[bytes]] = {}
         self._seen: dict[int, _Seen] = {}
         self._step: _Seen | None = None
-        """While the coordinator's own step runs: how far that is."""
+        """How far the coordinator's own step is, while it runs."""
         self._step_progress = Progress()
         self._failed_while_stepping: list[RankFailure] = []
         self.started_over = False
-        """Its ranks had another coordinator for it before."""
+        """Whether its ranks had another coordinator for it before."""
         self.failure: CheckpointException | None = None
         self.ended = False
 
@@ -88,7 +88,7 @@ class OpenCall:
 
     @property
     def checkpoint_id(self) -> str:
-        """As the first rank has named it, before its first phase is complete; it may be empty then."""
+        """The checkpoint id; until the first phase is complete as the first rank named it, which may be empty."""
         return self._session.checkpoint_id or self._id.checkpoint_id
 
     @property
@@ -102,7 +102,7 @@ class OpenCall:
         return self.failure is not None and not self.started_over and not self._session.may_have_committed
 
     def put(self, rank: int, phase: Phase, message: bytes) -> Future[bytes]:
-        """Take a rank's part. One that comes again gets the same answer as before."""
+        """Take a rank's part; returns a future of the answer. A part that comes again gets the same as before."""
         future: Future[bytes] = Future()
         if self.failure is not None:
             future.set_exception(self.failure)
@@ -125,14 +125,14 @@ class OpenCall:
         self.see(rank, phase, mark=-1, nbytes=0)
 
     def see(self, rank: int, phase: Phase, *, mark: int, nbytes: int) -> None:
-        """A rank works on this call and has come as far as ``mark``."""
+        """Note that a rank works on this call and has come as far as ``mark``."""
         before = self._seen.get(rank)
         if before is None or (before.phase, before.mark) != (phase, mark):
             self._seen[rank] = _Seen(phase, mark, nbytes, self._clock())
 
     @property
     def open_s(self) -> float:
-        """How long ago its first rank has come."""
+        """How many seconds ago its first rank came."""
         return self._clock() - self._opened_s
 
     @property
@@ -145,7 +145,7 @@ class OpenCall:
         return not self.ended and rank not in self._parts.get(self._phase_now, {})
 
     def begin_step(self, phase: Phase) -> bool:
-        """Whether all parts are there, so that the coordinator's step begins: from now on it alone decides.
+        """Begin the coordinator's step if all parts are there, and say whether: from then on it alone decides.
 
         A rank that dies during a commit has sent its results already. Failing the call for it while ``.metadata``
         may be on its way would tell ranks that a checkpoint is absent which then turns out to be there.
@@ -200,7 +200,7 @@ class OpenCall:
                 self.fail(later)
 
     def fail(self, failures: list[RankFailure]) -> None:
-        """The first failure wins; later ones change nothing, and none interrupts a step of the coordinator."""
+        """Fail for all. The first failure wins, later ones change nothing; none interrupts the coordinator's step."""
         with self._lock:
             if self._step is not None:
                 self._failed_while_stepping = self._failed_while_stepping or failures
@@ -214,7 +214,7 @@ class OpenCall:
                             future.set_exception(self.failure)
 
     def restore_failure(self, failure: CheckpointException) -> None:
-        """The call has failed with this at a coordinator before."""
+        """Take over ``failure``, with which the call has failed at an earlier coordinator."""
         self.failure = failure
         self.started_over = self.ended = True
 
@@ -241,7 +241,7 @@ class OpenCall:
             logger.warning("%s", self._waiting_text(waited_for))
 
     def _waiting_text(self, waited_for: Sequence[int]) -> str:
-        """For whoever wonders why a save takes so long."""
+        """A message for whoever wonders why a save takes so long."""
         texts = []
         for rank in waited_for[:_MAX_NAMED_RANKS]:
             seen = self._seen.get(rank)

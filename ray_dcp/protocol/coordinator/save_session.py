@@ -37,9 +37,10 @@ from ray_dcp.settings import Phase
 
 
 class SaveSession(Session):
-    """plan: local plans to final plans. write: write results to the committed ``Metadata``.
+    """The coordinator's half of a save, phase by phase.
 
-    With what stays on rank 0, "global plan" follows the one and "commit" the other.
+    plan: local plans become final plans. write: write results become the committed ``Metadata``. Where planner and
+    writer stay on rank 0, "global plan" follows plan, and "commit" follows write.
     """
 
     first_phase: ClassVar[Phase] = Phase.PLAN
@@ -119,7 +120,7 @@ class SaveSession(Session):
         return answers if self._steps.stays_on_rank_zero else self._told(cast(Sequence[Metadata], answers))
 
     def _told(self, answers: Sequence[Metadata | None]) -> Sequence[Message]:
-        """The last answers; rank 0's with what it is to warn of."""
+        """The last answers; rank 0's comes with what it is to warn of."""
         if not self._described or answers[0] is None:
             return answers
         return [CommittedWithReplicas(answers[0], self._described), *answers[1:]]

@@ -19,7 +19,7 @@ from ray_dcp.wording import ranks_text
 
 
 class Session(Protocol):
-    """See the module."""
+    """The coordinator's half of one call: see the module."""
 
     first_phase: ClassVar[Phase]
     checkpoint_id: str
@@ -29,12 +29,12 @@ class Session(Protocol):
         ...
 
     def next_phase(self, phase: Phase) -> Phase | None:
-        """What follows ``phase`` once its step is done; None when that ends the call."""
+        """The phase that follows ``phase`` once its step is done; None when that ends the call."""
         ...
 
     @property
     def attempt(self) -> str | None:
-        """Names a save that writes, as its shard files do; None where there is none."""
+        """The name of a save's attempt, which its shard files carry; None where there is no attempt."""
         return None
 
     @property
@@ -43,10 +43,11 @@ class Session(Protocol):
         return False
 
     def give_up(self) -> None:
-        """The call has failed; a step that still runs must not commit any more. Called from another thread."""
+        """Commit nothing any more, also in a step that still runs: the call has failed. Called from another thread."""
 
 
 def one_checkpoint_id(checkpoint_ids: Sequence[str]) -> str:
+    """The id that all ranks have passed. Raises ``StateDictError`` where they passed different ones."""
     by_id: dict[str, list[int]] = {}
     for rank, checkpoint_id in enumerate(checkpoint_ids):
         by_id.setdefault(checkpoint_id, []).append(rank)

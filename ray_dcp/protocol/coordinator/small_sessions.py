@@ -1,4 +1,4 @@
-"""The sessions there are, by the kind of their call; and the small ones."""
+"""The small sessions, and all sessions by the kind of their call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from ray_dcp.settings import Phase
 
 
 class NewestSession(Session):
-    """choose: the newest committed checkpoint under a root, looked up once for all ranks; None when there is none.
-    A root that is itself a checkpoint is refused.
+    """The newest committed checkpoint under a root, looked up once for all ranks; None when there is none.
 
-    After a failed load it is an older one, for all ranks or for none, although each may have seen another reason: it is
-    worth going on where the bytes were bad for any of them.
+    A root that is itself a checkpoint is refused. After a failed load the answer is an older one, for all ranks or for
+    none, although each may have seen another reason: it is worth going on where the bytes were bad for any of them.
     """
 
     first_phase: ClassVar[Phase] = Phase.CHOOSE
@@ -45,7 +44,7 @@ class NewestSession(Session):
 
 
 class BarrierSession(Session):
-    """arrive: all ranks are here."""
+    """A barrier: its only phase is complete when all ranks have arrived."""
 
     first_phase: ClassVar[Phase] = Phase.ARRIVE
     checkpoint_id = ""

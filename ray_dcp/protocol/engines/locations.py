@@ -1,6 +1,6 @@
 """Where the checkpoint of a call is: what the caller says of it, and what a writer or reader knows already.
 
-A user's writer or reader is told what the user has passed, which may be no path at all; ray_dcp's are told a place that
+A user's writer or reader is told what the user has passed, which need not be a path; ray_dcp's are told a place that
 is the same in every process.
 """
 
@@ -18,17 +18,20 @@ CheckpointId = str | os.PathLike[str]
 
 
 class OwnLocation:
-    """Of a ``StoreWriter`` or ``StoreReader``."""
+    """The location of a call whose storage is a ``StoreWriter`` or ``StoreReader``."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
 
     def named(self, checkpoint_id: CheckpointId | None) -> str:
-        """What an error is to name."""
+        """The place as an error is to name it."""
         return named(checkpoint_id if checkpoint_id is not None else self._storage.checkpoint_id or None)
 
     def locate(self, checkpoint_id: CheckpointId | None, role: str) -> str:
-        """The place, of which the storage is told; ``role`` is the argument that may know one."""
+        """The place, which the storage is told; ``role`` is the name of the argument whose storage may know one.
+
+        Raises ``NoCheckpointIdError`` where neither names a place.
+        """
         own = self._storage.checkpoint_id if checkpoint_id is None else checkpoint_id
         if checkpoint_id is None and not own:
             raise NoCheckpointIdError(
@@ -39,18 +42,18 @@ class OwnLocation:
         return location
 
     def require_reachable(self, location: str, *, in_one_process: bool) -> None:
-        """Raises ``ConfigError`` for a place of one process where several take part."""
+        """Raise ``ConfigError`` for a place of one process where several take part."""
         require_reachable(location, in_one_process=in_one_process)
 
 
 class UsersLocation:
-    """Of a user's writer or reader."""
+    """The location of a call whose storage is a user's writer or reader."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
 
     def named(self, checkpoint_id: CheckpointId | None) -> str:
-        """What an error is to name, also where only the storage knows it; it may be anything, and is refused later."""
+        """The place as an error is to name it, also where only the storage knows it; what is wrong is refused later."""
         if checkpoint_id is None and isinstance(self._storage, str | os.PathLike):
             checkpoint_id = self._storage
         elif checkpoint_id is None and not isinstance(self._storage, type):
@@ -68,11 +71,11 @@ class UsersLocation:
         return location
 
     def require_reachable(self, location: str, *, in_one_process: bool) -> None:
-        """Nobody knows what its places are."""
+        """Require nothing: nobody knows what its places are."""
 
 
 def named(checkpoint_id: CheckpointId | None) -> str:
-    """How messages call a place, whatever it is: one that is none is refused when all ranks are in the call."""
+    """How messages call a place, whatever was passed: an invalid one is refused when all ranks are in the call."""
     try:
         return "" if checkpoint_id is None else absolute(checkpoint_id)
     except RayDcpError:

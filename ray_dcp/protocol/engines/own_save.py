@@ -65,7 +65,7 @@ class OwnWriter(OwnLocation):
 
 
 class OwnSave(PluginSave):
-    """A rank's half."""
+    """A rank's half of such a save."""
 
     _by_columns = False
 
@@ -85,7 +85,7 @@ class OwnSave(PluginSave):
 
 
 class OwnGlobalSave:
-    """The coordinator's half."""
+    """The coordinator's half of such a save."""
 
     stays_on_rank_zero = False
 

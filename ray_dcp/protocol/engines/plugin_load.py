@@ -1,10 +1,10 @@
 """A load by any of DCP's planners and readers, ray_dcp's among them, in any mixture: each step is what DCP calls it.
 
-The planner stands behind a ``Template``, the reader behind a ``Reader``: of what DCP's interfaces do not ask, a user's
-say that they have nothing (``UsersTemplate``, ``UsersReader``), and ray_dcp's what there is (``own_load``).
+The planner stands behind a ``Template``, the reader behind a ``Reader``: what DCP's interfaces do not ask for,
+ray_dcp's have (``own_load``), and a user's do not (``UsersTemplate``, ``UsersReader``).
 
 The coordinator's half leaves every rank its own plan where planner and reader have no global step (``EachRanksOwn``),
-takes those of copies of rank 0's (``PluginGlobalLoad``), or hands rank 0 all plans, where they stay
+takes the steps of copies of rank 0's (``PluginGlobalLoad``), or hands rank 0 all plans, where they stay
 (``LoadOnRankZero``).
 """
 
@@ -61,10 +61,10 @@ class Reader(Reads, ReadsAside, Protocol):
     has_global_step: bool
     """Whether ``prepare_global_plan`` does anything."""
     hands_over_no_code: bool
-    """Whether nothing that it hands over can fail when it is put in place, but the Python values that are known of."""
+    """Whether nothing that it hands over, but for the known Python values, can fail when it is put in place."""
 
     def open(self, opened: OpenedCheckpoint | None, rank: int) -> Metadata:
-        """``read_metadata``, of what the coordinator has opened where it has."""
+        """The metadata, by ``read_metadata``; of what the coordinator has opened, where it has."""
         ...
 
     @property
@@ -74,11 +74,11 @@ class Reader(Reads, ReadsAside, Protocol):
 
     @property
     def containers(self) -> Containers | None:
-        """Of the state dict that was saved, once it is set up; None where nobody knows."""
+        """The containers of the saved state dict, once the reader is set up; None where nobody knows."""
         ...
 
     def offer(self, plan: LoadPlan, planner: LoadPlanner, world_size: int) -> ShareOffer | None:
-        """What other ranks of this node could read for this one."""
+        """What other ranks of this node could read for this one; None for nothing."""
         ...
 
     def share(self, share: NodeShare | None, rank: int) -> None:
@@ -91,7 +91,7 @@ class Reader(Reads, ReadsAside, Protocol):
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Read from storage, and loaded into the template."""
+        """Bytes read from storage, and bytes loaded into the template."""
         ...
 
 
@@ -104,11 +104,11 @@ class Template(TakesPython, Protocol):
     """Whether ``create_global_plan`` does anything."""
 
     def begin(self, template: CollectedTemplate, rank: int, world_size: int) -> None:
-        """Before ``set_up_planner``."""
+        """Prepare for ``template``. Called before ``set_up_planner``."""
         ...
 
     def know(self, containers: Containers | None) -> None:
-        """What the reader says of containers; before ``create_local_plan``."""
+        """Take what the reader says of containers. Called before ``create_local_plan``."""
         ...
 
     def check(self, *, strict: bool) -> TemplateCheck | None:
@@ -148,7 +148,7 @@ class UsersReader(UsersLocation):
     def __init__(self, reader: StorageReader) -> None:
         super().__init__(reader)
         self.reader = reader
-        # What is no reader at all fails where it is asked to read: then all ranks are told.
+        # What is not a reader at all fails where it is asked to read: then all ranks are told.
         read_data = getattr(type(reader), "read_data", None)
         self.reads_parts = self.can_keep_python_back = read_data is FileSystemReader.read_data
         prepare = getattr(type(reader), "prepare_global_plan", None)
@@ -169,7 +169,7 @@ class UsersReader(UsersLocation):
         return None
 
     def share(self, share: NodeShare | None, rank: int) -> None:
-        """It has offered nothing."""
+        """Do nothing: it has offered nothing."""
 
     def differing(self, plan: LoadPlan) -> Sequence[DifferingReplicas]:
         return ()
@@ -195,10 +195,10 @@ class UsersTemplate:
         self._puts: list[Callable[[], None]] = []
 
     def begin(self, template: CollectedTemplate, rank: int, world_size: int) -> None:
-        """It is told by ``set_up_planner``."""
+        """Do nothing: ``set_up_planner`` tells the planner."""
 
     def know(self, containers: Containers | None) -> None:
-        """It has no use for them."""
+        """Do nothing: the planner has no use for them."""
 
     def check(self, *, strict: bool) -> TemplateCheck | None:
         return None
@@ -224,7 +224,7 @@ class UsersTemplate:
 
 
 class PluginLoad:
-    """A rank's half: see ``steps.LoadSteps``."""
+    """A rank's half of a load: see ``steps.LoadSteps``."""
 
     def __init__(
         self, template: Template, reader: Reader, call: Call, *, checkpoint_id: str, share_reads: bool

@@ -2,7 +2,7 @@
 
 The coordinator's half takes the global steps of rank 0's planner and writer, which have travelled there
 (``PluginGlobalSave``), or hands rank 0 what all ranks have sent, where they stay (``SaveOnRankZero``). The writer
-stands behind a ``Writer``: of what DCP's interface does not ask, a user's says that it has nothing (``UsersWriter``).
+stands behind a ``Writer``: what DCP's interface does not ask for, a user's does not have (``UsersWriter``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from ray_dcp.torch_private import TorchsFileWriter
 from ray_dcp.trace_points import Point, reached
 
 _TORCHS = "torch.distributed.checkpoint."
-"""In front of the names of torch's own modules."""
+"""The beginning of the names of torch's own modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class Planner:
 
     planner: SavePlanner
     users: SavePlanner | None
-    """The one that the user passed, which has afterwards what torch leaves on it: mostly the same."""
+    """The planner that the user passed, if any, mostly the same; it has afterwards what torch leaves on it."""
     has_looked: bool
-    """Whether its local plan has been checked by itself: it is ray_dcp's."""
+    """Whether the planner itself has checked its local plan, as ray_dcp's does."""
 
 
 class Writer(Protocol):
@@ -76,13 +76,13 @@ class Writer(Protocol):
     travels: bool
     """Whether the coordinator may commit with a copy of rank 0's."""
     reports_results: bool
-    """Whether every item that it writes has a result; others may keep books of their own."""
+    """Whether every item that it writes has a result; a writer without may keep books of its own."""
     counts_progress: bool
     """Whether it tells how far it is while it writes."""
 
     @property
     def attempt(self) -> str | None:
-        """Names the save under way, as its files do; None where there is no such name."""
+        """The name of the attempt under way, which its files carry; None where it has no such name."""
         ...
 
     @property
@@ -93,11 +93,11 @@ class Writer(Protocol):
         ...
 
     def note(self, containers: Containers, differing: Sequence[DifferingReplicas]) -> None:
-        """What to keep with the checkpoint; before ``finish``."""
+        """Take what to keep with the checkpoint. Called before ``finish``."""
         ...
 
     def committed_by_then(self, plan: SavePlan) -> Metadata | None:
-        """The metadata, where a coordinator that has died since had committed the save that ``plan`` is of."""
+        """The metadata, where a coordinator that has died since had committed the save of ``plan``; else None."""
         ...
 
 
@@ -129,10 +129,10 @@ class UsersWriter(UsersLocation):
         return self.writer if own else None
 
     def give_up(self) -> None:
-        """Nobody can stop it."""
+        """Do nothing: nobody can stop the writer."""
 
     def note(self, containers: Containers, differing: Sequence[DifferingReplicas]) -> None:
-        """It has no place for either."""
+        """Do nothing: the writer has no place for either."""
 
     def committed_by_then(self, plan: SavePlan) -> Metadata | None:
         return None
@@ -146,7 +146,7 @@ class Abandons(Protocol):
 
 
 class PluginSave:
-    """A rank's half: see ``steps.SaveSteps``."""
+    """A rank's half of a save: see ``steps.SaveSteps``."""
 
     def __init__(self, planner: Planner, writer: Writer, call: Call) -> None:
         self._known = planner
@@ -228,7 +228,7 @@ class PluginSave:
 
     @property
     def _users_planner(self) -> DefaultSavePlanner | None:
-        """The one that is to have the metadata: rank 0's, as under torch. The global step was another's, on a copy."""
+        """The user's planner that is to have the metadata: rank 0's, as under torch. A copy did the global step."""
         users = self._known.users
         if self._call.rank != 0 or not isinstance(users, DefaultSavePlanner) or "metadata" in vars(type(users)):
             return None
@@ -318,7 +318,7 @@ class SaveOnRankZero:
         self._written = _Count(reports_results)
 
     def give_up(self) -> None:
-        """The writer is out of reach."""
+        """Do nothing: the writer is out of reach."""
 
     def plan(self, parts: Sequence[SavePart], on_lowest_rank: Collection[Key]) -> Sequence[PlanSaveHere]:
         asked = PlanSaveHere(_agreeing(parts), bool(on_lowest_rank))
@@ -366,7 +366,7 @@ def _agreeing(parts: Sequence[SavePart]) -> list[SavePlan]:
 
 
 def write_on_lowest_rank(planner: SavePlanner) -> None:
-    """Of what several ranks have, let the lowest one's be written; a planner that cannot is left as it is."""
+    """Let the lowest rank write what several ranks have; a planner that cannot do that is left as it is."""
     if isinstance(planner, DefaultSavePlanner):
         planner.dedup_save_to_lowest_rank = True
 

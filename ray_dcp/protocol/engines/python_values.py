@@ -1,7 +1,7 @@
 """The Python values of one load on one rank: read and decoded before a tensor is filled, put in place after all are.
 
-So one that cannot be read, or must not be, is told while the template is as it was. Where a user's planner or reader
-changes plans globally, or reads in its own way, all is read at once, as under torch.
+So a value that cannot be read, or must not be, is told of while the template is as it was. Where a user's planner or
+reader changes plans globally, or reads in its own way, all is read at once, as under torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray_dcp.wording import joined
 
 
 class Kept(NamedTuple):
-    """A Python object that was read; ``content`` has none of its bytes taken."""
+    """A Python object that was read; ``content`` is a new stream of all its bytes each time."""
 
     item: ReadItem
     record: bytes
@@ -34,24 +34,24 @@ class Kept(NamedTuple):
 
 
 class Reads(Protocol):
-    """What reads."""
+    """A reader of Python values."""
 
     reader: Any
     """DCP's ``StorageReader``."""
     counts_progress: bool
     """Whether it tells how far it is while it reads."""
     can_keep_python_back: bool
-    """Whether it is all the same to it when a planner takes a Python value."""
+    """Whether the planner may take a Python value later than when it is read."""
 
 
 class TakesPython(Protocol):
-    """Who has Python values in the end."""
+    """A planner that takes Python values."""
 
     planner: Any
     """DCP's ``LoadPlanner``."""
 
     def take(self, kept: Kept) -> None:
-        """Decode a value, and keep it until it is put in place. Raises what it must not, or cannot, be decoded for."""
+        """Decode a value, and keep it until it is put in place. Raises if it must not, or cannot, be decoded."""
         ...
 
 
@@ -65,7 +65,7 @@ class PythonValues:
         self._checkpoint_id = checkpoint_id
         self._kept_back: list[Kept] = []
         self._read: set[int] = set()
-        """Items of the local plan, by identity."""
+        """The ``id`` of each item of the local plan that ``read_first`` has read."""
         self._rest: tuple[LoadPlan, LoadPlan] | None = None
         """A plan and what is left of it: a reader may know a plan again."""
 

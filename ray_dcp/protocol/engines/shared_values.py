@@ -28,14 +28,14 @@ class ReadsAside(Protocol):
         ...
 
     def read_aside(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Read ``plan`` into what ``planner`` gives, which is no part of the template."""
+        """Read ``plan`` into what ``planner`` gives, which is not a part of the template."""
         ...
 
 
 def differing_values(
     groups: Sequence[SharedMemory], plan: LoadPlan, planner: LoadPlanner, reader: ReadsAside
 ) -> list[str]:
-    """A line for each of ``groups`` for whose names the checkpoint has other values."""
+    """A line for each of ``groups`` for whose names the checkpoint has different values."""
     items: Mapping[str, list[ReadItem]] = defaultdict(list)
     wanted = {fqn for group in groups for fqn in group.fqns}
     for item in plan.items:
@@ -78,10 +78,10 @@ class _Aside(DefaultLoadPlanner):
         return read
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It stays where it is."""
+        """Do nothing: what was read stays where it is."""
 
     def agrees(self) -> bool:
-        """Whether all can be where they belong at once: put there one after the other, none changes another."""
+        """Whether all that was read can be where it belongs at once: put there in turn, none changes another."""
         read = [(target, values) for target, values in self._read if target.numel()]
         if any(target.is_meta for target, _ in read):
             return _agree_on_meta(read)
@@ -102,7 +102,7 @@ class _Aside(DefaultLoadPlanner):
 
 
 def _agree_on_meta(read: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Of one tensor that has no memory yet: what goes to one place of it is the same each time."""
+    """Whether, for a tensor that has no memory yet, what goes to one place of it is the same each time."""
     held: dict[Any, torch.Tensor] = {}
     return all(
         _same_bits(held.setdefault((target.storage_offset(), target.shape, target.stride()), values), values)

@@ -69,7 +69,7 @@ class AsyncSaveResponse(_OfThisProcess, TorchAsyncSaveResponse, Future[Metadata]
     def __init__(self, what: str = "an asynchronous save") -> None:
         Future.__init__(self)
         self.what = what
-        """Of what, for people."""
+        """A name for the save in messages."""
         self.staging_completion = _Staging()
         self._writer: threading.Thread | None = None
         self._looked_at = False
@@ -118,7 +118,7 @@ class AsyncSaveResponse(_OfThisProcess, TorchAsyncSaveResponse, Future[Metadata]
         _untold.pop(self, None)
 
     def _get_snapshot(self) -> Any:
-        """Through which asyncio looks from Python 3.14 on."""
+        """The snapshot through which asyncio looks from Python 3.14 on."""
         snapshot: Any = super()._get_snapshot()  # type: ignore[misc]
         if self.done():
             self._look()
@@ -155,7 +155,7 @@ class BackgroundSaves:
     ) -> AsyncSaveResponse:
         """Begin to ``save`` in the background; ``settle`` comes first, so it is the only one.
 
-        ``staging`` is what a user's stager has returned where that goes on; without it everything is staged.
+        ``staging`` is what a user's stager has returned where it still stages; without it everything is staged.
         """
         response = AsyncSaveResponse(f"the asynchronous save of {shown_url(call.checkpoint_id) or 'a checkpoint'}")
         if staging is None:
@@ -177,7 +177,7 @@ class BackgroundSaves:
 
     @contextmanager
     def noting_earlier(self) -> Iterator[None]:
-        """A call that fails in the block says, too, that one before failed and that nobody has looked."""
+        """A call that fails in the block also tells of a save before that failed and at which nobody has looked."""
         try:
             yield
         except CheckpointException as error:
@@ -187,7 +187,7 @@ class BackgroundSaves:
             raise error.after(untold[1]) from error.__cause__
 
     def tell_earlier(self, kind: str, result: _T) -> _T:
-        """``result``, of a ``kind`` of call that has succeeded.
+        """Return ``result``, which is that of a call of ``kind`` that has succeeded.
 
         Raises ``EarlierSaveError`` with it where a save before failed and nobody has looked.
         """
@@ -238,16 +238,16 @@ def _checkpoint_exception(error: BaseException | None) -> CheckpointException:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How the asynchronous saves of a process have ended that somebody waited for at its end."""
+    """How the asynchronous saves of a process have ended, for which somebody waited at its end."""
 
     unfinished: Sequence[str]
-    """What still goes on, for people."""
+    """The names of saves that still go on, for messages."""
     failures: Sequence[CheckpointException]
-    """Those of which nobody had known."""
+    """The failures of which nobody had known."""
 
 
 def end_saves(timeout_s: float) -> Finished:
-    """Wait, at most so long, for all saves of this process; whoever asks is told, so nobody else will be."""
+    """Wait at most ``timeout_s`` seconds for all saves of this process; what is told here is told to nobody else."""
     responses = tuple(_untold)
     wait(responses, timeout=timeout_s)
     failures = [failure for response in responses if (failure := response.untold_failure()) is not None]
@@ -271,7 +271,7 @@ def finish_saves() -> None:
 
 
 def finish_and_tell(timeout_s: float) -> None:
-    """Wait, at most so long, for all saves of this process, which ends; what failed and nobody knows goes to stderr."""
+    """Wait at most ``timeout_s`` seconds for all saves of this process, which ends; untold failures go to stderr."""
     wait(tuple(_untold), timeout=timeout_s)
     _tell_of_untold()
 
@@ -279,7 +279,7 @@ def finish_and_tell(timeout_s: float) -> None:
 def _finish_and_tell() -> None:
     finish_saves()
     if multiprocessing.parent_process() is not None:
-        _tell_of_untold()  # a forked process of multiprocessing leaves by a way that atexit is not on
+        _tell_of_untold()  # processes that multiprocessing has forked end without atexit's hooks
 
 
 def _tell_of_untold() -> None:
@@ -295,7 +295,7 @@ def _tell_of_untold() -> None:
 
 
 def _forget_in_fork() -> None:
-    """A child has no thread that would ever finish its parent's saves, and the parent tells how they ended."""
+    """End the parent's saves in a fork: no thread here would ever finish them, and the parent tells how they ended."""
     for response in _untold:
         reason = f"{response.what} goes on there, and cannot be waited for here"
         for future in (response, response.staging_completion):

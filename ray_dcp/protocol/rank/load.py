@@ -5,7 +5,7 @@
 Everything that may be wrong with the template is found before ``==plan==`` is answered, so before a byte is copied.
 Tensors are filled in place while reading; Python values are put in place, and ``load_state_dict`` is called, only when
 every rank has all its bytes. Where no rank has anything of the kind, nothing can fail any more: ``==restore==`` is left
-out. Who plans and reads, ``steps.LoadSteps`` says.
+out. ``steps.LoadSteps`` plan and read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LoadRequest:
     """Who plans and reads it."""
     strict: bool | str
     choice: NameChoice = EVERYTHING
-    """Which names, and what they are called."""
+    """Which names are loaded, and what stored names are called."""
 
 
 @dataclass(frozen=True, slots=True)

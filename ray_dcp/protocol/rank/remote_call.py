@@ -17,7 +17,7 @@ from ray_dcp.protocol.messages import AnswerT, Carried, Exchange, Message, PartT
 from ray_dcp.settings import Phase
 
 _MAX_RESTARTS = 5
-"""Of the coordinator within one exchange: one that dies again and again is not worth waiting for."""
+"""Restarts of the coordinator that one exchange waits for: one that dies again and again is not worth more."""
 
 
 class Link(Protocol):
@@ -31,7 +31,7 @@ class Link(Protocol):
         ...
 
     def tell(self, failure: RankFailure) -> None:
-        """Deliver this rank's failure; raises as ``send``."""
+        """Deliver this rank's failure; raises what ``send`` raises."""
         ...
 
     def reconnect(self) -> None:
@@ -88,7 +88,7 @@ class RemoteCall:
         return CheckpointException(self.kind, self.checkpoint_id, error.rank_failures)
 
     def _encoded(self, name: Phase, part: Message) -> bytes:
-        """A part that cannot be pickled never arrives: the others must not wait for it."""
+        """``part`` as bytes. One that cannot be pickled fails the call: others would wait for it in vain."""
         with phase(self, name):
             return encode(part)
 

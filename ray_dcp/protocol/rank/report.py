@@ -20,12 +20,12 @@ class LoadReport:
     unexpected: tuple[str, ...]
     """Names of the checkpoint that no rank's template has."""
     nbytes_read: int
-    """From storage, by this rank."""
+    """Bytes that this rank read from storage."""
     nbytes_loaded: int
-    """Into this rank's template."""
+    """Bytes that were loaded into this rank's template."""
 
     def __repr__(self) -> str:
-        """With the first names of each list and a count: a model has thousands."""
+        """The report with the first names of each list and a count: a model has thousands."""
         named = ", ".join(f"{name}={_few(getattr(self, name))}" for name in ("loaded", "missing", "unexpected"))
         place = without_keys(self.checkpoint_id)
         return (
@@ -35,7 +35,7 @@ class LoadReport:
 
 
 def _few(names: Sequence[str]) -> str:
-    """As Python writes a tuple, the first names only."""
+    """``names`` as Python writes a tuple, the first ones only."""
     shown = ", ".join(map(repr, names[:MAX_LISTED]))
     rest = len(names) - MAX_LISTED
     return f"({shown}{f', ... {rest} more' if rest > 0 else ',' if len(names) == 1 else ''})"

@@ -3,7 +3,7 @@
     state_dict -> collect -> local plan ==plan==> final plan -> [stage] -> write -> results ==write==> Metadata
 
 ``==`` are the two exchanges with the coordinator. ``save`` does all of it; an asynchronous save does ``plan_save`` and
-``stage_save`` in the caller and ``write_save`` behind its back. Who plans and writes, ``steps.SaveSteps`` says.
+``stage_save`` in the caller and ``write_save`` behind its back. ``steps.SaveSteps`` plan and write.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ray_dcp.settings import Phase
 
 
 def staged_by(stager: AsyncStager, request: SaveRequest, call: Call) -> SaveRequest | Future[dict[str, Any]]:
-    """``request`` with its whole state dict staged by the user's stager; what the stager gave where it still stages."""
+    """``request`` with its whole state dict staged by the user's stager; the stager's future where it still stages."""
     with phase(call, Phase.COLLECT):
         state = collect_state(request.state_dict, call.rank)
     with phase(call, Phase.STAGE):
