@@ -62,7 +62,7 @@ alone = SoloGroup()
 
 
 def second_argument_is(storage: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that also takes ``storage`` as second positional argument, with a warning.
+    """Return a decorator that has a function take ``storage`` as its second positional argument, too, with a warning.
 
     torch's first versions had it there.
     """

@@ -86,7 +86,7 @@ class CheckpointManager:
         ``metrics`` are kept with it: JSON values, numbers of numpy and torch among them; NaN and infinity stay what
         they are, a tuple becomes a list. Anything else, and a key that is not text, is refused by name.
 
-        Raises what ``ray_dcp.save`` raises.
+        Raises what ``ray_dcp.save`` raises, and ``ConfigError`` where ``step`` or ``metrics`` are refused.
         """
         writer = self._writer(step, metrics)
         with carrying(lambda metadata: describe(writer.checkpoint_id)):
@@ -98,7 +98,7 @@ class CheckpointManager:
     ) -> AsyncSaveResponse:
         """Save a step in the background; returns when the state dict may change.
 
-        ``metrics`` are those of ``save``. Raises what ``ray_dcp.async_save`` raises.
+        ``metrics`` are those of ``save``. Raises what ``ray_dcp.async_save`` raises, and ``ConfigError`` as ``save``.
         """
         writer = self._writer(step, metrics)
         with carrying(self._follow):

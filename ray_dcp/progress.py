@@ -18,7 +18,7 @@ class Progress:
         self.phase: str | None = None
         """What the rank is busy with; None while it waits for the others."""
         self.mark = 0
-        """A number that is another one whenever something has been done."""
+        """A number that changes whenever something has been done."""
         self.nbytes = 0
         """Bytes that have been moved."""
         self._interruption: BaseException | None = None

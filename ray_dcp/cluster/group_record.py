@@ -54,7 +54,7 @@ def read_record(group: str) -> GroupRecord:
 
 
 def end_record(group: str) -> None:
-    """Keep of a group that has ended only its generation, above which the next of this name begins, and incarnations.
+    """Keep of an ended group only its incarnations and its generation, above which the next of this name begins.
 
     A rank that stood still all the while and moves again must not pass for one of that next group.
     """
