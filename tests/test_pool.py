@@ -244,7 +244,9 @@ print("connected:", ray.is_initialized())
 """
 
 
-@pytest.mark.parametrize("again", [[], ["again"]], ids=["left", "connected again"])
+@pytest.mark.parametrize(
+    "again", [pytest.param([], marks=pytest.mark.soak), ["again"]], ids=["left", "connected again"]
+)
 def test_a_pool_whose_ranks_ray_shutdown_has_ended_says_so(ray_session, tmp_path, again):
     address = ray.get_runtime_context().gcs_address
     name = "-".join(["left-behind", *again])  # a group's generations go on where one of its name has ended
@@ -285,7 +287,9 @@ class Owner:
         (self.folder / "ended").touch()
 
 
-@pytest.mark.parametrize("how", [sys.exit, lambda: None], ids=["exit", "handle dropped"])
+@pytest.mark.parametrize(
+    "how", [pytest.param(sys.exit, marks=pytest.mark.soak), lambda: None], ids=["exit", "handle dropped"]
+)
 def test_an_actor_that_ends_by_itself_says_what_becomes_of_the_saves_of_its_pool(ray_session, tmp_path, how):
     """Ray has ended its ranks by then."""
     owner = Owner.remote(tmp_path)

@@ -194,6 +194,7 @@ class TorchFile:
         try:
             yield
         except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
+            # The last is what ``zipfile`` raises for a compression that it does not know.
             raise CorruptCheckpointError(f"not a readable zip file: {error}", file=self._where) from error
 
 
