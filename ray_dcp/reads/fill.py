@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ray_dcp.errors import CorruptCheckpointError
-from ray_dcp.format.checksums import RunningCheck
+from ray_dcp.format.checksums import RunningCheck, crc32
 from ray_dcp.reads.plan.record_read import ALL, Box, RecordRead, Section
 from ray_dcp.reads.plan.rows import BoxPiece, Rows
 from ray_dcp.reads.plan.shape import ReadShape
@@ -165,8 +165,10 @@ class _Step:
     """A section, and where its bytes go."""
 
     section: Section
-    memory: memoryview | None
-    """The memory that is filled straight, as long as the section; None where bytes pass through the reader's memory."""
+    straight: Sequence[tuple[int, list[memoryview]]] = ()
+    """Each read that goes straight to where it belongs: its start in the payload, and the memory that it fills."""
+    due: Sequence[int | None] | None = None
+    """Of a section that is a whole payload: for each read the CRC-32 of the block that it ends, None within a block."""
     rows: Sequence[RowBytes] = ()
     piece: PieceTarget | None = None
 
@@ -191,13 +193,27 @@ class LargeRead:
     def _step(self, section: Section, targets: Sequence[torch.Tensor]) -> _Step:
         number = max(section.box, 0)
         if section.piece is not None:
-            return _Step(section, None, piece=PieceTarget(section.piece, targets[number][section.piece.place]))
+            return _Step(section, piece=PieceTarget(section.piece, targets[number][section.piece.place]))
         numbers = range(len(targets)) if section.box == ALL else [number]
         found = [(rows, targets[one]) for one in numbers if (rows := self.read.rows(self.read.boxes[one])) is not None]
         if not section.is_straight:
-            return _Step(section, None, [RowBytes(rows, target) for rows, target in found])
-        at = section.start - found[0][0].first * self._dtype.itemsize
-        return _Step(section, tensor_memory(targets[number])[at : at + section.end - section.start])
+            return _Step(section, rows=[RowBytes(rows, target) for rows, target in found])
+        first = found[0][0].first * self._dtype.itemsize
+        memory = tensor_memory(targets[number])[: section.end - first]
+        places = range(section.start, section.end, section.step)
+        straight = [(at, [memory[at - first : at - first + section.step]]) for at in places]
+        return _Step(section, straight, self._due(section))
+
+    def _due(self, section: Section) -> list[int | None] | None:
+        """The ``_Step.due`` of a section."""
+        check, nbytes, step = self.read.check, self.read.nbytes, section.step
+        if check.crcs is None or (section.start, section.end) != (0, nbytes) or check.block_nbytes % step:
+            return None
+        a_block = check.block_nbytes // step
+        due: list[int | None] = [None] * -(-nbytes // step)
+        for number, crc in enumerate(check.crcs):
+            due[min((number + 1) * a_block, len(due)) - 1] = crc
+        return due
 
     def run(self, fill: Fill, memory: Callable[[int], torch.Tensor]) -> int:
         """Read, check each block, and fill the targets; return how many bytes were read.
@@ -207,21 +223,34 @@ class LargeRead:
         check, nbytes = RunningCheck(self.read.check), 0
         scratch = memory(self._scratch_nbytes)
         for step in self._steps:
-            if step.memory is not None:
-                self._read_straight(step.section, step.memory, check, fill)
+            if step.straight:
+                self._read_straight(step, check, fill)
             else:
                 self._read_through(step, check, fill, scratch)
             nbytes += step.section.end - step.section.start
         return nbytes
 
-    def _read_straight(self, section: Section, memory: memoryview, check: RunningCheck, fill: Fill) -> None:
-        first, offset = section.start, self.read.offset
-        for start in range(0, len(memory), section.step):
-            content = memory[start : start + section.step]
-            fill(offset + first + start, [content])
-            damage = check.damage(content, first + start)
+    def _read_straight(self, step: _Step, check: RunningCheck, fill: Fill) -> None:
+        if step.due is not None:
+            self._read_whole(step, step.due, fill)
+            return
+        for start, pieces in step.straight:
+            fill(self.read.offset + start, pieces)
+            damage = check.damage(pieces[0], start)
             if damage is not None:
                 raise damaged(self.read, self._shown, *damage)
+
+    def _read_whole(self, step: _Step, due: Sequence[int | None], fill: Fill) -> None:
+        """What most reads are, with as little as can be between two of them."""
+        offset, crc = self.read.offset, 0
+        for (start, pieces), expected in zip(step.straight, due, strict=True):
+            fill(offset + start, pieces)
+            crc = crc32(pieces[0], crc)
+            if expected is not None:
+                if crc != expected:
+                    block_start = start // self.read.check.block_nbytes * self.read.check.block_nbytes
+                    raise damaged(self.read, self._shown, block_start, start + len(pieces[0]) - block_start)
+                crc = 0
 
     def _read_through(self, step: _Step, check: RunningCheck, fill: Fill, scratch: torch.Tensor) -> None:
         section, offset, size = step.section, self.read.offset, self._dtype.itemsize

@@ -55,7 +55,8 @@ class NodeReads:
                     continue
                 read = reads.passing(record, [planner.resolve_tensor(item).detach() for item in record.items])
                 wants.append(want_of(record.number, read) if read is not None else None)
-        return offer_of([want for want in wants if want is not None], self._sharing, rules, opened)
+        found = [want for want in wants if want is not None]
+        return offer_of(found, self._sharing, rules, opened) if found else None
 
     def agree(self, share: NodeShare | None, rank: int) -> None:
         """Take part in ``share`` in the next ``fill``, which must be for the plan that was offered."""
