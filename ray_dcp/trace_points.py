@@ -68,14 +68,22 @@ def reached(point: Point) -> None:
         _observer(point)
 
 
+def observe(observer: Callable[[Point], None] | None) -> None:
+    """Have ``observer`` called from now on at each point that this process reaches, in any thread; None ends it."""
+    global _observer
+    if observer is not None and not callable(observer):
+        raise ConfigError("observer", f"{observer!r} cannot be called")
+    _observer = observer
+
+
 @contextmanager
 def observed_by(observer: Callable[[Point], None]) -> Iterator[None]:
     """Have ``observer`` called at every point that this process reaches within the block, in whatever thread."""
-    global _observer
-    if not callable(observer):
-        raise ConfigError("observer", f"{observer!r} cannot be called")
-    before, _observer = _observer, observer
+    if observer is None:
+        raise ConfigError("observer", "None cannot be called")
+    before = _observer
+    observe(observer)
     try:
         yield
     finally:
-        _observer = before
+        observe(before)

@@ -51,6 +51,11 @@ class RetryStore:
         self.traits = dataclasses.replace(traits_of(inner), folders=False, renames=False)
         self.num_retries = 0
 
+    @property
+    def inner(self) -> Store:
+        """The store that is asked, and asked again."""
+        return self._inner
+
     def __repr__(self) -> str:
         return f"RetryStore({self._inner!r})"
 

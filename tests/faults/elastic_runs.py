@@ -181,7 +181,7 @@ class Rank:
         self._learner = Learner(group.rank, group.world_size)
         self._is_full = group.world_size == story.full_size
         self._resumed_at = 0
-        trace_points._observer = self._observe  # to the end of this process
+        trace_points.observe(self._observe)  # to the end of this process
 
     def resume(self) -> None:
         self._note("formed")

@@ -60,11 +60,11 @@ def arm(title: str, action: Callable[[], None], stamp: str) -> None:
 
     def observe(point: Point) -> None:
         if point.title == title:
-            trace_points._observer = None
+            trace_points.observe(None)
             Path(stamp).write_text(repr(time.monotonic()))
             action()
 
-    trace_points._observer = observe
+    trace_points.observe(observe)
 
 
 def misbehave(kind: str, pid: int) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import ray
@@ -40,13 +41,15 @@ class Standstill:
             assert self.released.wait(60)
 
 
-def ranks_with_a_clock() -> tuple[ThreadRanks, list[float]]:
+def in_a_thread(step: Callable[[], None]) -> None:
+    threading.Thread(target=step, daemon=True).start()
+
+
+def ranks_with_a_clock(execute: Callable[[Callable[[], None]], None] = in_a_thread) -> tuple[ThreadRanks, list[float]]:
     """Two ranks whose coordinator has a clock of ours and threads for its steps, as the actor has."""
     now = [0.0]
     limits = Limits(stall_timeout_s=LIMIT_S, arrival_timeout_s=LIMIT_S)
-    coordinator = Coordinator(
-        "threads", execute=lambda step: threading.Thread(target=step, daemon=True).start(), clock=lambda: now[0]
-    )
+    coordinator = Coordinator("threads", execute=execute, clock=lambda: now[0])
     return ThreadRanks(2, coordinator=coordinator, limits=limits), now
 
 
@@ -117,7 +120,6 @@ def test_a_load_in_which_somebody_stands_still(tmp_path, point):
 
 def test_a_commit_that_was_given_up_and_goes_on_later_does_not_replace_a_newer_save(tmp_path):
     place = str(tmp_path / "step-1")
-    ranks, now = ranks_with_a_clock()
     frozen = Standstill(Point.BETWEEN_MANIFEST_AND_METADATA)
     finished = threading.Event()
 
@@ -128,9 +130,9 @@ def test_a_commit_that_was_given_up_and_goes_on_later_does_not_replace_a_newer_s
             if is_first and frozen.reached.is_set():
                 finished.set()
 
-        threading.Thread(target=run, daemon=True).start()
+        in_a_thread(run)
 
-    ranks.coordinator._execute = step_then_note
+    ranks, now = ranks_with_a_clock(step_then_note)
 
     def save_twice(rank):
         try:

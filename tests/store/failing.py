@@ -100,21 +100,21 @@ class FailingStore:
     """``inner`` with faults."""
 
     def __init__(self, inner: Store, faults: Faults, url: str | None = None) -> None:
-        self._inner = inner
+        self.inner = inner
         self._faults = faults
         self.url = url if url is not None else inner.url
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._inner, self._faults.name, self.url)
+        return _rebuild, (self.inner, self._faults.name, self.url)
 
     def put(self, key: str, content: bytes, *, last_look: Callable[[], None] | None = None) -> None:
         with self._operation("put", key):
             if self._faults.take_space(len(content)) < len(content):
                 raise self._error("put", key, errno.ENOSPC)
-            self._inner.put(key, content, last_look=last_look)
+            self.inner.put(key, content, last_look=last_look)
 
     def put_new(self, key: str) -> AbstractContextManager[ObjectWriter]:
-        return self._put_new(key, self._inner.put_new(key))
+        return self._put_new(key, self.inner.put_new(key))
 
     @contextmanager
     def _put_new(self, key: str, opened: AbstractContextManager[ObjectWriter]) -> Iterator[ObjectWriter]:
@@ -134,28 +134,28 @@ class FailingStore:
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         with self._operation("get", key):
-            return self._inner.get(key, offset, nbytes)
+            return self.inner.get(key, offset, nbytes)
 
     def list(self, prefix: str = "") -> Sequence[StoredObject]:
         with self._operation("list", prefix):
-            return [one for one in self._inner.list(prefix) if self._faults.is_listed(self._place(one.key))]
+            return [one for one in self.inner.list(prefix) if self._faults.is_listed(self._place(one.key))]
 
     def list_folders(self, prefix: str = "") -> Sequence[str]:
         with self._operation("list_folders", prefix):
-            return [name for name in self._inner.list_folders(prefix) if self._is_listed_folder(prefix, name)]
+            return [name for name in self.inner.list_folders(prefix) if self._is_listed_folder(prefix, name)]
 
     def delete(self, key: str) -> None:
         with self._operation("delete", key):
-            self._inner.delete(key)
+            self.inner.delete(key)
 
     def _is_listed_folder(self, prefix: str, name: str) -> bool:
         if not self._faults.lag:
             return True
-        held = self._inner.list(f"{prefix}/{name}" if prefix else name)
+        held = self.inner.list(f"{prefix}/{name}" if prefix else name)
         return any(self._faults.is_listed(self._place(one.key)) for one in held)
 
     def _place(self, key: str) -> str:
-        return os.path.normpath(f"{self._inner.url}/{key}")
+        return os.path.normpath(f"{self.inner.url}/{key}")
 
     def _error(self, doing: str, key: str, number: int | None = None) -> BaseException:
         number = self._faults.number if number is None else number

@@ -79,7 +79,7 @@ def test_permission_that_is_lost_stays_lost(tmp_path):
 
 def test_a_listing_that_lags_shows_objects_later_and_reads_see_them_at_once():
     store = open_store(Faults(lag=2).url(f"memory://{uuid.uuid4().hex}/root"))
-    assert isinstance(store._inner, MemoryStore)
+    assert isinstance(store.inner, MemoryStore)
     store.put("folder/key", b"1")
     assert store.list() == []
     assert store.get("folder/key") == b"1"

@@ -83,7 +83,7 @@ def test_buckets_open_without_a_network(url):
     store = open_store(url)
     assert store.url == url
     assert store.inner.url == url
-    assert store.inner._inner._base == "bucket/a/prefix"
+    assert store.inner.inner._base == "bucket/a/prefix"
 
 
 def test_secrets_in_a_url_are_not_shown():

@@ -102,11 +102,11 @@ class TestRetryStoreKeepsTheContract(StoreContract):
         return RetryStore(LocalStore(tmp_path / "root"), QUICK)
 
     def put_behind(self, store, key, content):
-        store._inner.put(key, content)
+        store.inner.put(key, content)
 
     def get_behind(self, store, key):
         try:
-            return store._inner.get(key)
+            return store.inner.get(key)
         except ObjectNotFoundError:
             return None
 
@@ -193,7 +193,7 @@ def test_what_does_not_pass_by_itself_is_raised_at_once(memory, failure, expecte
     with pytest.raises(expected) as caught:
         store.put("new", b"x")
     assert not isinstance(caught.value, StoreUnavailableError)
-    assert store._inner.asked == ["put new"]
+    assert store.inner.asked == ["put new"]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_last_look_whose_own_store_was_given_up_is_not_asked_again(memory):
     store = RetryStore(Flaky(memory), QUICK)
     with pytest.raises(StoreUnavailableError):
         store.put("key", b"x", last_look=lambda: down.list() and None)
-    assert store._inner.asked == ["put key"]
+    assert store.inner.asked == ["put key"]
     assert memory.list() == []
 
 
@@ -246,15 +246,15 @@ def test_a_last_look_whose_own_store_was_given_up_is_not_asked_again(memory):
 def test_what_does_not_fit_the_spool_is_streamed(memory, chunks):
     store = RetryStore(Flaky(memory), QUICK, spool_nbytes=5)
     _put_new(store, chunks)
-    assert "open new" in store._inner.asked
-    assert "put new" not in store._inner.asked
+    assert "open new" in store.inner.asked
+    assert "put new" not in store.inner.asked
     assert memory.get("new") == b"".join(chunks)
 
 
 def test_what_fits_is_put_whole_and_so_can_be_tried_again(memory):
     store = RetryStore(Flaky(memory), QUICK, spool_nbytes=5)
     _put_new(store, [b"123", b"45"])
-    assert store._inner.asked == ["get new", "put new"]
+    assert store.inner.asked == ["get new", "put new"]
 
 
 @pytest.mark.parametrize("chunks", [[b"12", b"3"], [b"123456", b"7"]])

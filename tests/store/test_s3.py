@@ -366,7 +366,7 @@ def test_the_region_of_a_bucket_is_looked_up_again_where_that_may_help(monkeypat
     monkeypatch.setenv("RAY_DCP_RETRY_INITIAL_BACKOFF_S", "0.001")
     bucket = uuid.uuid4().hex
     for _ in range(2):
-        assert open_store(f"s3://{bucket}/x").inner._inner._files.region == "eu-north-1"
+        assert open_store(f"s3://{bucket}/x").inner.inner._files.region == "eu-north-1"
     assert asked == [bucket, bucket]
 
 
