@@ -269,9 +269,21 @@ def _require_places(metadata: Metadata, file: str) -> None:
     A name without a place is left to whoever looks for it; a user's own writer may have put anything else.
     """
     for index, info in (metadata.storage_data or {}).items():
-        if isinstance(info, StorageInfo) and not _is_place(info):
+        if isinstance(info, StorageInfo) and not (_is_place(info) and _is_index(index)):
             fqn = str(getattr(index, "fqn", ""))
             raise CorruptCheckpointError("is not readable metadata: a place in it is invalid", file=file, fqn=fqn)
+
+
+def _is_index(index: Any) -> bool:
+    """Whether all of an index is there, and of the right types; one of a user's own class is the user's matter."""
+    if not isinstance(index, MetadataIndex):
+        return True
+    offset, hint = index.offset, index.index
+    return (
+        isinstance(getattr(index, "fqn", None), str)
+        and (offset is None or (isinstance(offset, tuple) and are_counts(offset)))
+        and (hint is None or are_counts((hint,)))
+    )
 
 
 def _is_place(info: StorageInfo) -> bool:

@@ -264,6 +264,18 @@ class TestMetadata:
             decode_metadata(encode_metadata(metadata), file="f")
         assert caught.value.fqn == "n"
 
+    @pytest.mark.parametrize(
+        "part", [{"offset": MetadataIndex}, {"offset": (-1, 0)}, {"offset": (0.0, 0)}, {"index": "0"}, {"fqn": 5}], ids=str
+    )
+    def test_an_index_that_is_invalid_is_corrupt(self, part):
+        metadata = metadata_of()
+        index = next(index for index in metadata.storage_data if index.fqn == "w")
+        place = metadata.storage_data.pop(index)
+        vars(index).update(part)
+        metadata.storage_data[index] = place
+        with pytest.raises(CorruptCheckpointError, match="a place in it is invalid"):
+            decode_metadata(pickle.dumps(metadata), file="f")
+
     @pytest.mark.parametrize("part", ["relative_path", "offset", "length"])
     def test_a_place_that_lacks_a_part_is_corrupt_and_told_with_its_name(self, part):
         metadata = metadata_of()

@@ -99,7 +99,12 @@ class RemoteCall:
                 return self._link.send(phase, message)
             except CoordinatorLostError:
                 self._catch_up()
-        return self._link.send(phase, message)
+        try:
+            return self._link.send(phase, message)
+        except CoordinatorLostError as error:
+            # It may be only the way there that fails: then the others are with one that lives, and wait for this rank.
+            self.report(RankFailure.from_exception(error, rank=COORDINATOR, phase=phase))
+            raise
 
     def _catch_up(self) -> None:
         """Send to a coordinator that starts over what its predecessor had; the answers must be those it gave."""
