@@ -265,7 +265,9 @@ class TestMetadata:
         assert caught.value.fqn == "n"
 
     @pytest.mark.parametrize(
-        "part", [{"offset": MetadataIndex}, {"offset": (-1, 0)}, {"offset": (0.0, 0)}, {"index": "0"}, {"fqn": 5}], ids=str
+        "part",
+        [{"offset": MetadataIndex}, {"offset": (-1, 0)}, {"offset": (0.0, 0)}, {"index": "0"}, {"fqn": 5}],
+        ids=str,
     )
     def test_an_index_that_is_invalid_is_corrupt(self, part):
         metadata = metadata_of()
