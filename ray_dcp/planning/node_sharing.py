@@ -207,5 +207,7 @@ def _assigned(spans: Sequence[tuple[Want, int, int, int]], num_members: int) -> 
 def segment_nbytes(share: NodeShare) -> int:
     """Bytes of memory that the windows take; where there are fewer than ``num_windows``, only what they need."""
     first = list(itertools.islice(windows_of(share), share.num_windows))
+    if len(first) == share.num_windows:
+        return share.window_nbytes * share.num_windows  # a later one in the last's place may be longer than that
     last = first[-1][-1]
     return share.window_nbytes * (len(first) - 1) + last.at + last.nbytes
