@@ -171,3 +171,13 @@ def test_little_shared_memory_makes_small_windows_and_too_little_none():
 def test_ranks_that_want_nothing_large_share_nothing():
     assert plan_shares([offer([])] * 4) == [None] * 4
     assert plan_shares([None] * 4) == [None] * 4
+
+
+def test_a_window_that_comes_where_a_shorter_one_was_has_room():
+    odd = Want(1, BLOCK_NBYTES + 1, 0, 2)  # of the second window, which has no room for a whole block more
+    wants = [whole(0, 2), odd, whole(2, 2), whole(3, 2)]
+    rules = ShareRules(min_repeats=2, rank_nbytes=BLOCK_NBYTES)
+    share = plan_shares([offer(wants, rules=rules)] * 2)[0]
+    ends = [window[-1].at + window[-1].nbytes for window in windows_of(share)]
+    assert ends[1] < ends[3]
+    assert segment_nbytes(share) == share.window_nbytes + ends[3]
