@@ -74,8 +74,8 @@ class Limits:
     heartbeat_timeout_s: float = 4.0
     """A rank that is not an actor, so that Ray does not tell its death, is lost when unheard of for this long."""
     coordinator_timeout_s: float = 30.0
-    """A coordinator that does not answer for this long is replaced; one that cannot be found is looked for as long. A
-    new process then takes some seconds to start."""
+    """A coordinator that does not answer for this long is replaced. A new process then takes some seconds to start,
+    which does not count."""
     finish_timeout_s: float = 1800.0
     """A ``RankPool`` that is left or formed anew gives the asynchronous saves of its ranks this long to end."""
 

@@ -36,7 +36,7 @@ _PING_INTERVAL_S = 0.5
 _LINGER_S = 10.0
 """How long it stays without ranks: a group that re-forms after a failure finds its coordinator still there."""
 _FIRST_JOIN_S = 120.0
-_ASK_TIMEOUT_S = 120.0
+START_PATIENCE_S = 120.0
 """How long the first answer of a coordinator may take: its process has to start and to import torch."""
 _HEAD_RESOURCE = "node:__internal_head__"
 _MAX_CONCURRENCY = 20_000
@@ -243,7 +243,7 @@ def _in_a_thread(step: Callable[[], None]) -> None:
     wait=tenacity.wait_random_exponential(multiplier=0.1, max=2),
     reraise=True,
 )
-def ensure_coordinator(name: str, *, keeper: Any = None, timeout_s: float = _ASK_TIMEOUT_S) -> Any:
+def ensure_coordinator(name: str, *, keeper: Any = None, timeout_s: float = START_PATIENCE_S) -> Any:
     """The handle of the coordinator of group ``name``: found, or started, and up.
 
     It is started on the head node, so that no loss of another node takes it along, and lives at least as long as

@@ -14,7 +14,7 @@ import ray
 import tenacity
 
 from ray_dcp.cluster import current
-from ray_dcp.cluster.coordinator_actor import ensure_coordinator
+from ray_dcp.cluster.coordinator_actor import START_PATIENCE_S, ensure_coordinator
 from ray_dcp.cluster.link import CallLink, CoordinatorLink
 from ray_dcp.cluster.process import before_actor_ends, process_name, require_own_connection
 from ray_dcp.cluster.pulse import Pulse
@@ -183,7 +183,9 @@ def _finish_before_actor_ends(timeout_s: float) -> None:
 )
 def _join(name: str, request: JoinRequest, timeout_s: float) -> tuple[CoordinatorLink, int]:
     """A link to the coordinator, and the generation joined. One that was about to end is replaced by a new one."""
-    link = CoordinatorLink(name, limits=request.limits, find=lambda: ensure_coordinator(name))
+    link = CoordinatorLink(
+        name, limits=request.limits, find=lambda: ensure_coordinator(name), start_patience_s=START_PATIENCE_S
+    )
     actor = [] if request.beats else [ray.get_runtime_context().current_actor]
     return link, link.ask(link.handle.join.remote(request, timeout_s, actor))
 

@@ -23,11 +23,12 @@ _RETRY_S = 0.1
 class CoordinatorLink:
     """One rank's way to the coordinator of one group; all its calls share it.
 
-    ``find`` returns the handle of a coordinator that is up.
+    ``find`` returns the handle of a coordinator that is up; ``start_patience_s``: what its process may take to start.
     """
 
-    def __init__(self, group: str, *, limits: Limits, find: Callable[[], Any]) -> None:
+    def __init__(self, group: str, *, limits: Limits, find: Callable[[], Any], start_patience_s: float) -> None:
         self.group = group
+        self._start_patience_s = start_patience_s
         self._limits = limits
         self._find = find
         self._handle = find()
@@ -66,8 +67,12 @@ class CoordinatorLink:
                 self._give_up_on_frozen()
 
     def reconnect(self) -> None:
-        """Return when there is a coordinator again. Raises ``CoordinatorLostError`` when none comes in time."""
-        deadline = time.monotonic() + self._limits.coordinator_timeout_s
+        """Return when there is a coordinator again. Raises ``CoordinatorLostError`` when none comes in time.
+
+        While Ray starts its process it says that the coordinator is unavailable, which is not what the user's limit is
+        about: however soon a frozen one is to be replaced, a new one takes what a process takes on this machine.
+        """
+        deadline = time.monotonic() + self._limits.coordinator_timeout_s + self._start_patience_s
         while True:
             self._require_connected()
             try:

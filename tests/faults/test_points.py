@@ -29,7 +29,7 @@ SAVE_POINTS = [point for point in Point if point.number < Point.AFTER_OPEN.numbe
 LOAD_POINTS = [point for point in Point if point.number >= Point.AFTER_OPEN.number]
 AFTER_THE_COMMIT_BEGAN = (Point.BEFORE_MANIFEST, Point.BETWEEN_MANIFEST_AND_METADATA, Point.AFTER_METADATA)
 NEW_COORDINATOR_S = 30.0
-"""``coordinator_timeout_s``; a new process that imports torch takes 3 to 4 s of it where the machine is free."""
+"""A new process that imports torch takes 3 to 4 s of it where the machine is free."""
 KILLED_BY_DAY = {
     "kill rank": (Point.MID_WRITE, Point.BETWEEN_MANIFEST_AND_METADATA, Point.AFTER_METADATA, Point.MID_READ),
     "kill coordinator": (Point.GLOBAL_PLAN, Point.BETWEEN_MANIFEST_AND_METADATA, Point.LOAD_PLAN),
