@@ -10,6 +10,7 @@ before, and the ranks send again what they had sent in calls that go on.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class CoordinatorActor:
         self._needed_until = time.monotonic() + _FIRST_JOIN_S
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
+        gc.freeze()  # what torch has made stays; a walk over it would hold up every rank for 0.1 s
 
     async def _start(self) -> None:
         """When asked for the first time, go on with the group of an earlier coordinator, if there was one."""
