@@ -40,10 +40,16 @@ def join(name, rank, world_size, timeout_s=60.0):
     return group.generation
 
 
-@pytest.fixture
-def own_ranks(ray_session):
-    """Actors that this test may kill."""
-    own = SharedRanks()
+class MortalRanks(SharedRanks):
+    """Actors that a test may kill; those that are left are the next test's."""
+
+    def bury(self, *dead) -> None:
+        self._actors = [actor for actor in self._actors if actor not in dead]
+
+
+@pytest.fixture(scope="module")
+def mortals(ray_session):
+    own = MortalRanks()
     yield own
     own.forget()
 
@@ -75,17 +81,13 @@ def test_ranks_gather_at_a_barrier(ranks):
     assert ranks.ok(3, generation_of) == [(1, rank, 3) for rank in range(3)]
 
 
-def test_a_new_set_of_ranks_makes_a_new_generation_and_the_old_is_refused(ranks):
+def test_a_new_set_of_ranks_makes_a_new_generation_and_the_old_is_refused(ranks, mortals):
     ranks.ok(2, generation_of, name="re-forming")
-    newcomers = [RankActor.remote() for _ in range(2)]
-    calls = [a.run.remote(r, 2, "re-forming", generation_of) for r, a in enumerate(newcomers)]
-    assert ray.get(calls) == [(2, 0, 2), (2, 1, 2)]
+    assert mortals.ok(2, generation_of, name="re-forming") == [(2, 0, 2), (2, 1, 2)]
     for outcome in ranks.run(2, generation_of, name="re-forming"):
         assert isinstance(outcome, CheckpointException)
         assert isinstance(outcome.__cause__, StaleGenerationError)
         assert (outcome.__cause__.generation, outcome.__cause__.current) == (1, 2)
-    for actor in newcomers:
-        ray.kill(actor)
 
 
 def save_or_die(rank, world_size, place, victim):
@@ -99,16 +101,17 @@ def save_or_die(rank, world_size, place, victim):
     return None
 
 
-def test_a_killed_rank_ends_the_save_of_the_others_who_go_on_as_a_smaller_group(own_ranks, tmp_path):
-    own_ranks.ok(3, generation_of, name="mortal")
-    actors = own_ranks.actors(3)
+def test_a_killed_rank_ends_the_save_of_the_others_who_go_on_as_a_smaller_group(mortals, tmp_path):
+    mortals.ok(3, generation_of, name="mortal")
+    actors = mortals.actors(3)
     calls = [a.run.remote(r, 3, "mortal", save_or_die, tmp_path / "c", 1) for r, a in enumerate(actors)]
     for survivor in (0, 2):
         failed_ranks, waited_s = ray.get(calls[survivor], timeout=within(60))
         assert failed_ranks == (1,)
         assert waited_s < within(5)
     assert not (tmp_path / "c").exists() or ".metadata" not in os.listdir(tmp_path / "c")
-    smaller = [actors[0], actors[2]]
+    mortals.bury(actors[1])
+    smaller = mortals.actors(2)
     calls = [a.run.remote(r, 2, "mortal", save_or_die, tmp_path / "d", None) for r, a in enumerate(smaller)]
     assert ray.get(calls, timeout=within(60)) == [None, None]
     state = {"w0": torch.zeros(3), "w1": torch.zeros(3)}
@@ -210,26 +213,27 @@ def pid_of_coordinator(name):
     return ray.get(coordinator.__ray_call__.remote(lambda self: os.getpid()), timeout=within(30))
 
 
-@pytest.mark.parametrize("how", ["process killed", "actor killed for good"])
-def test_a_wait_outlives_the_coordinator(ranks, how):
-    group = f"headless-{how[:5]}"
+def test_a_wait_outlives_the_coordinator_whose_process_or_actor_is_killed(ranks):
+    group = "headless"
     ranks.ok(2, generation_of, name=group)
     actors = ranks.actors(2)
-    waiting = actors[0].run.remote(0, 2, group, generation_of)
-    if how == "process killed":
-        os.kill(pid_of_coordinator(group), 9)
-    else:
-        ray.kill(ray.get_actor(f"coordinator/{group}", namespace="ray_dcp"))
-    late = actors[1].run.remote(1, 2, group, generation_of)
-    assert ray.get([waiting, late], timeout=within(60)) == [(1, 0, 2), (1, 1, 2)]
+    for kill in (
+        lambda: os.kill(pid_of_coordinator(group), 9),
+        lambda: ray.kill(ray.get_actor(f"coordinator/{group}", namespace="ray_dcp")),  # for good
+    ):
+        waiting = actors[0].run.remote(0, 2, group, generation_of)
+        kill()
+        late = actors[1].run.remote(1, 2, group, generation_of)
+        assert ray.get([waiting, late], timeout=within(60)) == [(1, 0, 2), (1, 1, 2)]
 
 
-def test_a_rank_that_dies_while_the_coordinator_starts_again_is_noticed(own_ranks):
-    own_ranks.ok(2, generation_of, name="both-gone")
-    actors = own_ranks.actors(2)
+def test_a_rank_that_dies_while_the_coordinator_starts_again_is_noticed(mortals):
+    mortals.ok(2, generation_of, name="both-gone")
+    actors = mortals.actors(2)
     waiting = actors[0].run.remote(0, 2, "both-gone", generation_of)
     os.kill(pid_of_coordinator("both-gone"), 9)
     ray.kill(actors[1])
+    mortals.bury(actors[1])
     error = ray.get(waiting, timeout=within(60))
     assert isinstance(error, CheckpointException)
     assert error.failed_ranks == (1,)
@@ -293,7 +297,10 @@ class EndsByItself:
         (self.folder / "ended").touch()
 
 
-@pytest.mark.parametrize("how", [sys.exit, lambda: None], ids=["exit", "handle dropped"])
+# Pools have it the other way round: there it is the handle that is dropped by day.
+@pytest.mark.parametrize(
+    "how", [sys.exit, pytest.param(lambda: None, marks=pytest.mark.soak)], ids=["exit", "handle dropped"]
+)
 def test_an_actor_that_ends_by_itself_says_what_became_of_its_save_and_leaves_no_files(ray_session, tmp_path, how):
     actor = EndsByItself.remote(tmp_path)
     ended = actor.save_and_end.remote(how)
@@ -313,10 +320,10 @@ def test_the_coordinator_ends_with_the_last_rank_that_closes(ranks):
     until(lambda: "coordinator/short-lived" not in ray_dcp_actors(), timeout_s=10)
 
 
-def test_the_coordinator_ends_when_all_its_ranks_have_died_and_the_next_group_has_a_later_generation(own_ranks, ranks):
-    own_ranks.ok(2, generation_of, name="doomed")
+def test_the_coordinator_ends_when_all_its_ranks_have_died_and_the_next_group_has_a_later_generation(mortals, ranks):
+    mortals.ok(2, generation_of, name="doomed")
     assert "coordinator/doomed" in ray_dcp_actors()
-    own_ranks.forget()
+    mortals.forget()
     until(lambda: "coordinator/doomed" not in ray_dcp_actors(), timeout_s=30)
     assert ranks.ok(2, generation_of, name="doomed") == [(2, 0, 2), (2, 1, 2)]
 

@@ -34,15 +34,15 @@ def require_whole_checkpoints(root: Path) -> list[int]:
     return [info.step for info in found if info.step is not None]
 
 
-# By day the two losses that come together, with one node left; all four at night.
+# By day one loss, in the background of the training; at night all four, of which two come together.
 @pytest.mark.parametrize(
     ("mode", "losses", "sizes_of_pool"),
     [
-        ("pool", LOSSES[:2], [3, 2, 1, 3]),
+        ("pool", LOSSES[:1], [3, 2, 3]),
         pytest.param("pool", LOSSES, [3, 2, 1, 3, 2, 3, 2, 3], marks=pytest.mark.soak),
         pytest.param("trainer", LOSSES, None, marks=pytest.mark.soak),
     ],
-    ids=["pool-two losses", "pool", "trainer"],
+    ids=["pool-one loss", "pool", "trainer"],
 )
 def test_a_run_that_loses_and_gains_nodes_ends_as_if_it_had_not(
     mode: str, losses: tuple[str, ...], sizes_of_pool: list[int] | None, tmp_path: Path
