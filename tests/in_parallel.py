@@ -1,8 +1,9 @@
 """Which tests of a run in several processes (`pytest -n`, as in `make test`) go to the same one, and which go first.
 
-A file's tests stay together, as its fixtures want it. Files with tests on the shared cluster are in two groups, as each
-process has to start a cluster for its own; they wait more than they work, so files without Ray keep the machine busy
-beside them. pytest-xdist's own marks for groups do nothing with pytest 9.2.
+A file's tests stay together, as its fixtures want it. Files with tests on the shared cluster are in two groups, of
+which one shares its rank actors: each process has to start a cluster for its own, and actors in it. They wait more than
+they work, so files without Ray keep the machine busy beside them. pytest-xdist's own marks for groups do nothing with
+pytest 9.2.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parent.parent
-FAULTS = ("tests/faults/test_points.py", "tests/faults/test_stalls.py", "tests/test_pool.py")
+ACTORS_OF_THEIR_OWN = (
+    "tests/faults/test_points.py",
+    "tests/faults/test_stalls.py",
+    "tests/interop/test_torchrun.py",
+    "tests/test_pool.py",
+    "tests/train/test_hand_over.py",
+    "tests/train/test_reporting.py",
+    "tests/train/test_spares.py",
+)
 CLUSTERS_OF_THEIR_OWN = (
     "tests/benchmarks/test_compare.py",
     "tests/faults/test_elastic_runs.py",
@@ -33,16 +42,16 @@ LONG = (
     "tests/convert/test_convert.py",
     "tests/test_typing.py",
 )
-ORDER = ("faults on the shared cluster", "the shared cluster", "clusters of their own", *LONG)
+ORDER = ("actors that are shared", "actors of their own", "clusters of their own", *LONG)
 
 
 @functools.cache
 def _group_of_file(file: str) -> str:
     if file in CLUSTERS_OF_THEIR_OWN:
         return "clusters of their own"
-    if file in FAULTS:
-        return "faults on the shared cluster"
-    return "the shared cluster" if re.search(r"pytest\.mark\.ray\b", (ROOT / file).read_text()) else file
+    if file in ACTORS_OF_THEIR_OWN:
+        return "actors of their own"
+    return "actors that are shared" if re.search(r"pytest\.mark\.ray\b", (ROOT / file).read_text()) else file
 
 
 def group_of(nodeid: str) -> str:
