@@ -158,6 +158,40 @@ def replica_check_from(
     return ReplicaCheck(mode or "warn", max_nbytes)
 
 
+DEFAULT_OVERHEAD = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceSettings:
+    """What ``CheckpointManager.due`` goes by besides what it measures."""
+
+    overhead: float = DEFAULT_OVERHEAD
+    """The share of the time of training that saves may take at most."""
+    mtbf_s: float | None = None
+    """The mean time between failures of the whole run; None: by the interruptions that are seen."""
+
+    def __post_init__(self) -> None:
+        _require_share("overhead", self.overhead)
+        if self.mtbf_s is not None:
+            require_seconds("mtbf_s", self.mtbf_s)
+
+    @classmethod
+    def from_variables(
+        cls, variables: Mapping[str, str], *, overhead: float | None = None, mtbf_s: float | None = None
+    ) -> PaceSettings:
+        """These settings; where one is None, what ``RAY_DCP_OVERHEAD`` or ``RAY_DCP_MTBF_S`` says, else the default.
+
+        Raises ``ConfigError``.
+        """
+        overhead_variable, mtbf_variable = variable_of("overhead"), variable_of("mtbf_s")
+        if overhead is None and variables.get(overhead_variable):
+            overhead = _share_from(overhead_variable, variables[overhead_variable])
+        if mtbf_s is None and variables.get(mtbf_variable):
+            mtbf_s = seconds_from(mtbf_variable, variables[mtbf_variable])
+            require_seconds(mtbf_variable, mtbf_s)
+        return cls(overhead=DEFAULT_OVERHEAD if overhead is None else overhead, mtbf_s=mtbf_s)
+
+
 def share_reads_from(variables: Mapping[str, str]) -> bool:
     """Whether ranks of one node may read for each other: yes, unless ``RAY_DCP_SHARE_READS`` is 0 or false.
 
@@ -218,6 +252,22 @@ def seconds_from(setting: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(setting, f"{text!r} is not a number of seconds") from None
+
+
+def _share_from(setting: str, text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    _require_share(setting, share if share == share else text)
+    return share
+
+
+def _require_share(setting: str, value: object) -> None:
+    """Raise ``ConfigError`` unless ``value`` is a number between 0 and 1."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not 0 < number < 1:
+        raise ConfigError(setting, f"must be a share of the time above 0 and below 1, such as 0.01, not {value!r}")
 
 
 def require_seconds(setting: str, value: object, *, may_be_0: bool = False, least: float | None = None) -> None:

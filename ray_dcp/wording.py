@@ -73,3 +73,17 @@ def format_nbytes(nbytes: int) -> str:
         if scaled < 1023.95:
             return f"{scaled:.1f} {unit}"
     return f"{scaled / 1024:.1f} PiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time with the unit that suits it: ``12 ms``, ``1.5 s``, ``7.5 min``, ``3.1 h``, ``2.5 days``."""
+    for below, unit_s, unit in (
+        (0.9995, 0.001, "ms"),
+        (120.0, 1.0, "s"),
+        (7200.0, 60.0, "min"),
+        (172800.0, 3600.0, "h"),
+    ):
+        if seconds < below:
+            return f"{seconds / unit_s:.3g} {unit}"
+    days = seconds / 86400
+    return f"{days:.3g} days" if days < 1000 else f"{days:.0f} days"

@@ -14,6 +14,7 @@ from ray_dcp.settings import (
     PHASES,
     RETRY_PREFIX,
     Limits,
+    PaceSettings,
     Phase,
     ReplicaCheck,
     RetryPolicy,
@@ -125,6 +126,7 @@ def test_the_documentation_has_each_setting_as_it_is():
         ("`save(replica_check=)`", "", "`RAY_DCP_REPLICA_CHECK`", ReplicaCheck().mode),
         ("`save(replica_check_nbytes=)`", "", "", documented(ReplicaCheck().max_nbytes)),
         ("", "", "`RAY_DCP_SHARE_READS`", "1"),
+        *rows(PaceSettings, "CheckpointManager"),
         *rows(RetryPolicy, "RetryPolicy", parameter_prefix=RETRY_PREFIX, variable_prefix="RETRY_"),
         *((argument, shown.get(parameter, parameter), *rest) for argument, parameter, *rest in of_s3),
     ]

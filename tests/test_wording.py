@@ -1,9 +1,11 @@
 """A list in a message shows its first entries and counts the rest."""
 
+import pytest
+
 from ray_dcp.errors import JoinTimeoutError, RankLostError, StateDictError
 from ray_dcp.protocol.exception import CheckpointException, RankFailure
 from ray_dcp.protocol.rank.report import LoadReport
-from ray_dcp.wording import cut, first_line_of, first_lines, joined, number_runs, ranks_text
+from ray_dcp.wording import cut, first_line_of, first_lines, format_seconds, joined, number_runs, ranks_text
 
 NAMES = [f"model.layers.{number}.weight" for number in range(5000)]
 
@@ -71,3 +73,12 @@ def test_a_load_report_prints_the_first_names_and_no_parameters_of_its_url():
 def test_of_an_error_that_goes_on_for_pages_the_first_line_is_told():
     assert first_line_of(ValueError("\n  the node died \n" + "trace\n" * 1000)) == "the node died"
     assert first_line_of(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 ms"), (0.0123, "12.3 ms"), (0.9996, "1 s"), (1.5, "1.5 s"), (119, "119 s"), (450, "7.5 min"),
+     (11135, "3.09 h"), (216000, "2.5 days"), (1.8244e8, "2112 days"), (float("inf"), "inf days")],
+)  # fmt: skip
+def test_a_time_has_the_unit_that_suits_it(seconds, text):
+    assert format_seconds(seconds) == text
