@@ -29,14 +29,16 @@ from ray_dcp.catalog.facts import CheckpointInfo, describe
 from ray_dcp.catalog.listing import find_step, list_checkpoints
 from ray_dcp.catalog.newest import newest_step
 from ray_dcp.catalog.root_check import require_root
+from ray_dcp.cluster.current import known_group
 from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, EarlierSaveError, RayDcpError, StoreError
 from ray_dcp.format.names import require_step, step_folder
+from ray_dcp.pace.pacer import Due, Forming, Pacer
 from ray_dcp.planning.template.stored_names import Rename
 from ray_dcp.protocol.exception import CheckpointException
 from ray_dcp.protocol.messages import FailedLoad
-from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, replica_check_from
+from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, PaceSettings, replica_check_from
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.write.writer import StoreWriter
 
@@ -48,7 +50,9 @@ class CheckpointManager:
 
     ``root`` is a path or URL of the folder that holds the steps; None, in a TorchTrainer worker, is the run's
     experiment folder. One that is itself a checkpoint is refused by whatever looks at it. ``group`` defaults to
-    ``current_group()`` at each call. ``replica_check`` and ``replica_check_nbytes`` are those of ``save``.
+    ``current_group()`` at each call. ``replica_check`` and ``replica_check_nbytes`` are those of ``save``. ``overhead``
+    is the share of the time that saves may take where ``due`` says when to save (0.01, or what ``RAY_DCP_OVERHEAD``
+    says), ``mtbf_s`` the mean time between failures of the run (by default ``RAY_DCP_MTBF_S``, else what is seen).
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class CheckpointManager:
         group: RankGroup | None = None,
         replica_check: str | None = None,
         replica_check_nbytes: int | None = DEFAULT_REPLICA_NBYTES,
+        overhead: float | None = None,
+        mtbf_s: float | None = None,
     ) -> None:
         found = root if root is not None else experiment_root()
         if found is None:
@@ -73,6 +79,7 @@ class CheckpointManager:
             "replica_check": check.mode,
             "replica_check_nbytes": check.max_nbytes,
         }
+        self._pacer = Pacer(PaceSettings.from_variables(os.environ, overhead=overhead, mtbf_s=mtbf_s))
         self._root_is_known = False
         self._latest_async: AsyncSaveResponse | None = None
         self.last_load: LoadReport | None = None
@@ -89,9 +96,10 @@ class CheckpointManager:
         Raises what ``ray_dcp.save`` raises, and ``ConfigError`` where ``step`` or ``metrics`` are refused.
         """
         writer = self._writer(step, metrics)
-        with carrying(lambda metadata: describe(writer.checkpoint_id)):
-            save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
-        return describe(writer.checkpoint_id)
+        with self._timed(writer):
+            with carrying(lambda metadata: describe(writer.checkpoint_id)):
+                save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
+            return describe(writer.checkpoint_id)
 
     def async_save(
         self, step: int, state_dict: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
@@ -101,13 +109,24 @@ class CheckpointManager:
         ``metrics`` are those of ``save``. Raises what ``ray_dcp.async_save`` raises, and ``ConfigError`` as ``save``.
         """
         writer = self._writer(step, metrics)
-        with carrying(self._follow):
+        with self._timed(writer), carrying(self._follow):
             response = async_save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
         return self._follow(response)
 
     def _follow(self, response: AsyncSaveResponse) -> AsyncSaveResponse:
         self._latest_async = response
+        drain = self._pacer.drain_begins()
+        response.add_done_callback(lambda _: drain.end())
         return response
+
+    def due(self, step: int) -> Due:
+        """Whether to save ``step`` now, as ``if manager.due(step): manager.save(step, ...)``; ``.why`` says by what.
+
+        Ask at each step, on every rank: the times between are how long a step takes. It makes no call and takes
+        microseconds. Every rank gets the same answer, since it depends on the step and on what all have agreed on as a
+        part of their last save or load alone. ``docs/when_to_save.md`` has the rules.
+        """
+        return self._pacer.due(require_step(step), self._forming())
 
     def load(
         self,
@@ -152,13 +171,14 @@ class CheckpointManager:
             step, place = found.step, found.checkpoint_id
         else:
             place = ""
+            found = None
         first: RayDcpError | None = None
         while True:
             try:
                 self.last_load = asked(checkpoint_id=place or self._place_of(step))
-                return operator.index(step)
+                return self._went_on_from(step, found)
             except EarlierSaveError as earlier:
-                self.last_load, earlier.result = earlier.result, operator.index(step)
+                self.last_load, earlier.result = earlier.result, self._went_on_from(step, found)
                 raise
             except RayDcpError as error:
                 older = self._older(FailedLoad(step, is_damage(error))) if fallback else None
@@ -166,7 +186,13 @@ class CheckpointManager:
                 if older is None or older.step is None:
                     raise first from first.__cause__
                 logger.warning("%s; going on with step %d", error.args[0], older.step)
-                step, place = older.step, older.checkpoint_id
+                found, step, place = older, older.step, older.checkpoint_id
+
+    def _went_on_from(self, step: int, found: CheckpointInfo | None) -> int:
+        """Note that training goes on from ``step``; ``found`` is the same on all ranks, or None on all."""
+        step = operator.index(step)
+        self._pacer.loaded(step, found.pace if found is not None else None, self._forming())
+        return step
 
     def latest(self) -> CheckpointInfo | None:
         """The newest step that is committed and whole; None when there is none."""
@@ -221,6 +247,34 @@ class CheckpointManager:
         with preparing("save", self._group):
             self._require_root_once()
             return StoreWriter(self.checkpoint_id(step), step=step, metrics=metrics)
+
+    @contextmanager
+    def _timed(self, writer: StoreWriter) -> Iterator[None]:
+        """A save in the block tells the others what this rank has measured, and takes what they agree on.
+
+        The answer to the plan counts, whatever becomes of the save: every rank that is still there has had it.
+        """
+        step, began = writer.step or 0, self._pacer.now()
+        writer.figures = self._pacer.figures(step, self._forming())
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        finally:
+            interval = writer.interval
+            if self._pacer.take(interval, self._forming()) and interval is not None and self._rank == 0:
+                logger.info("%s", interval.why)
+            self._pacer.saved(step, began, succeeded=succeeded)
+
+    def _forming(self) -> Forming | None:
+        """The forming of the group in which this process is, without joining any; None for one process alone."""
+        group = self._group if self._group is not None else known_group()
+        return None if group is None else (group.name, group.generation)
+
+    @property
+    def _rank(self) -> int:
+        group = self._group if self._group is not None else known_group()
+        return 0 if group is None else group.rank
 
 
 @contextmanager

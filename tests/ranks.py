@@ -145,6 +145,7 @@ class ThreadGroup:
 
     def __init__(self, ranks: ThreadRanks, rank: int) -> None:
         self.rank, self.world_size = rank, ranks.world_size
+        self.name, self.generation = "threads", ranks.generation
         self.background = BackgroundSaves()
         self._ranks = ranks
 

@@ -15,20 +15,7 @@ from ray_dcp.format.manifest import FORMAT_VERSION, Manifest, decode_manifest, e
 from ray_dcp.format.names import MANIFEST, METADATA, step_folder
 from ray_dcp.manager import is_damage
 from ray_dcp.protocol.exception import RankFailure
-from ray_dcp.protocol.rank.background import BackgroundSaves
-from tests.ranks import ThreadRanks, require_no_errors
-
-
-class ThreadGroup:
-    """A ``RankGroup`` of threads, as far as saves and loads look at one."""
-
-    def __init__(self, ranks, rank):
-        self.rank, self.world_size = rank, ranks.world_size
-        self.background = BackgroundSaves()
-        self._ranks = ranks
-
-    def start_call(self, kind, checkpoint_id=""):
-        return self._ranks.call(self.rank, kind, checkpoint_id)
+from tests.ranks import ThreadGroup, ThreadRanks, require_no_errors
 
 
 class Model(torch.nn.Module):

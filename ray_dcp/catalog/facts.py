@@ -41,6 +41,8 @@ class CheckpointInfo:
     created: float
     """Seconds since the epoch. Where there is no manifest, what the store says of its files."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    pace: Mapping[str, Any] | None = field(default=None, repr=False)
+    """What the run had measured of steps and saves, by which ``CheckpointManager.due`` goes on; None: nothing."""
 
 
 def describe(checkpoint_id: str | os.PathLike[str]) -> CheckpointInfo:
@@ -78,6 +80,7 @@ def info_of(store: Store, folder: str) -> CheckpointInfo | None:
         world_size=facts.world_size,
         created=facts.created,
         metrics=facts.metrics,
+        pace=facts.pace,
     )
 
 

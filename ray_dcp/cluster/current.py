@@ -39,6 +39,16 @@ def current_group() -> RankGroup | None:
     return _train_group() or process_group_ranks(None)
 
 
+def known_group() -> RankGroup | None:
+    """The group that ``current_group`` gives, as far as this process has joined it by now. Makes no call."""
+    if _entered.get():
+        return _entered.get()[-1]
+    if _joined is not None:
+        return _joined
+    lazily = tuple(_lazily_joined.values())
+    return lazily[-1] if lazily else None
+
+
 def process_group_ranks(process_group: Any) -> RankGroup | None:
     """The ranks of a torch.distributed process group (None: the default one) as a group; None if it has one rank."""
     dist = sys.modules.get("torch.distributed")

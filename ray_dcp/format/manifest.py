@@ -31,6 +31,8 @@ _DIFFERING = "ray_dcp.differing"
 """Key of the names under which ranks held different values; only there where some did."""
 _CONTAINERS = "ray_dcp.containers"
 """Key of what names do not tell of the state dict; only there where that is known."""
+_PACE = "ray_dcp.pace"
+"""Key of what had been measured of steps and saves; only there where something was."""
 _MAX_DIFFERING = 1000
 _MAX_NAMED_GROUPS = 8
 
@@ -167,6 +169,8 @@ class Manifest:
     """Names whose values differed, sorted; of more than a thousand only the first thousand are stored."""
     containers: Sequence[Any] | None = None
     """What names do not tell of the state dict (``planning.values.containers``); None where that is not known."""
+    pace: Mapping[str, Any] | None = None
+    """What had been measured of steps and saves (``pace.interval.Figures``); None where nothing was."""
 
     @property
     def nbytes(self) -> int:
@@ -193,6 +197,10 @@ class ManifestFacts:
     versions: Mapping[str, str]
     format_version: int
     nbytes: int
+    pace: Mapping[str, Any] | None = None
+
+
+_REQUIRED = tuple(fact.name for fact in fields(ManifestFacts) if fact.name != "pace")
 
 
 def metadata_digest(metadata: bytes) -> str:
@@ -218,7 +226,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    facts = {_OWN_KEYS + fact.name: _as_json(fact.name, getattr(manifest, fact.name)) for fact in fields(ManifestFacts)}
+    facts = {_OWN_KEYS + name: _as_json(name, getattr(manifest, name)) for name in _REQUIRED}
     rows = as_table(manifest.entries).columns
     table = pa.Table.from_arrays([pa.array(v, f.type) for v, f in zip(rows, _schema(), strict=True)], schema=_schema())
     sink = pa.BufferOutputStream()
@@ -229,6 +237,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
             facts[_DIFFERING] = json.dumps([asdict(one) for one in manifest.differing[:_MAX_DIFFERING]])
         if manifest.containers is not None:
             facts[_CONTAINERS] = json.dumps(manifest.containers)
+        if manifest.pace is not None:
+            facts[_PACE] = json.dumps(manifest.pace)
         facts[_ROWS_CRC] = str(_crc(rows))
         writer.add_key_value_metadata(facts | {_FACTS_CRC: str(_crc([sorted(facts.items())]))})
     return sink.getvalue().to_pybytes()
@@ -246,12 +256,13 @@ def decode_manifest(content: bytes, file: str) -> Manifest:
         rows = [_column_values(table, f) for f in _schema()]
         if texts[_ROWS_CRC] != str(_crc(rows)):
             raise ValueError("its rows do not match their checksum")
-        values = {f.name: json.loads(texts[_OWN_KEYS + f.name]) for f in fields(ManifestFacts) if f.name != "nbytes"}
+        values = {name: json.loads(texts[_OWN_KEYS + name]) for name in _REQUIRED if name != "nbytes"}
         return Manifest(
             EntryTable(rows),
             **values,
             differing=_differing_from(texts.get(_DIFFERING, "[]")),
             containers=json.loads(texts.get(_CONTAINERS, "null")),
+            pace=_pace_from(texts),
         )
 
 
@@ -259,7 +270,9 @@ def decode_facts(content: bytes, file: str) -> ManifestFacts:
     """The facts alone, at a cost that does not grow with the entries; raises as ``decode_manifest`` does."""
     with _corrupt_unless_whole(file):
         _, texts = _open(content, file)
-        return ManifestFacts(**{f.name: json.loads(texts[_OWN_KEYS + f.name]) for f in fields(ManifestFacts)})
+        return ManifestFacts(
+            **{name: json.loads(texts[_OWN_KEYS + name]) for name in _REQUIRED}, pace=_pace_from(texts)
+        )
 
 
 @contextmanager
@@ -287,6 +300,11 @@ def _open(content: bytes, file: str) -> tuple[pq.ParquetFile, dict[str, str]]:
     if texts.pop(_FACTS_CRC) != str(_crc([sorted(texts.items())])):
         raise ValueError("its facts do not match their checksum")
     return source, texts
+
+
+def _pace_from(texts: Mapping[str, str]) -> Mapping[str, Any] | None:
+    pace = json.loads(texts.get(_PACE, "null"))
+    return pace if isinstance(pace, dict) else None
 
 
 def _differing_from(text: str) -> tuple[DifferingReplicas, ...]:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ray_dcp.catalog.facts import CheckpointInfo
 from ray_dcp.format.manifest import DifferingReplicas
+from ray_dcp.pace.interval import Figures, Interval
 from ray_dcp.planning.node_sharing import NodeShare, ShareOffer
 from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
 from ray_dcp.planning.save_plan.replicas import ShownReplicas
@@ -148,6 +149,8 @@ class SavePart:
     """A digest for each item of the plan; None where there is nothing to compare."""
     containers: Containers = ()
     """The containers of this rank's state dict."""
+    figures: Figures | None = None
+    """What this rank has measured of steps and saves, where the step is a ``CheckpointManager``'s."""
 
     def dcp_plan(self) -> SavePlan:
         """The plan as any planner takes it."""
@@ -172,6 +175,14 @@ class ShowReplicas:
 
     answer: FinalTable | SavePlan
     keys: Collection[Key]
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """The answer to a plan, and the interval to the next save that all ranks' figures give."""
+
+    answer: FinalTable | SavePlan | ShowReplicas
+    interval: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +275,7 @@ Message = (
     | SavePlan
     | FinalTable
     | ShowReplicas
+    | Paced
     | Results
     | ResultsWithReplicas
     | Metadata
@@ -299,8 +311,8 @@ class Exchange(Generic[PartT, AnswerT]):
         return cast(AnswerT, message)
 
 
-PLAN_SAVE = Exchange[SavePart, FinalTable | SavePlan | ShowReplicas](Phase.PLAN)
-PLAN_SAVE_HERE = Exchange[GlobalSavePlan | None, SavePlan | ShowReplicas](Phase.GLOBAL_PLAN)
+PLAN_SAVE = Exchange[SavePart, FinalTable | SavePlan | ShowReplicas | Paced](Phase.PLAN)
+PLAN_SAVE_HERE = Exchange[GlobalSavePlan | None, SavePlan | ShowReplicas | Paced](Phase.GLOBAL_PLAN)
 WRITE = Exchange[Results | ResultsWithReplicas, Metadata | CommittedWithReplicas](Phase.WRITE)
 COMMIT = Exchange[Metadata | None, Metadata | CommittedWithReplicas](Phase.COMMIT)
 

@@ -48,6 +48,7 @@ from ray_dcp.protocol.messages import (
     LoadPart,
     Message,
     NoGlobalStep,
+    Paced,
     PlanLoadHere,
     PlanSaveHere,
     Results,
@@ -79,7 +80,7 @@ class SaveSteps(Protocol):
         """Do what rank 0 is asked where planner and writer stay there: ``create_global_plan``, later ``finish``."""
         ...
 
-    def finish_plan(self, answer: FinalTable | SavePlan | ShowReplicas) -> None:
+    def finish_plan(self, answer: FinalTable | SavePlan | ShowReplicas | Paced) -> None:
         """Take the answer to the plan, by ``finish_plan``."""
         ...
 

@@ -37,6 +37,7 @@ from ray_dcp.format.names import (
     new_attempt,
     require_step,
 )
+from ray_dcp.pace.interval import Figures, Interval
 from ray_dcp.planning.values.containers import Containers
 from ray_dcp.store.local import without_sync
 from ray_dcp.store.location.place import absolute
@@ -69,6 +70,11 @@ class StoreWriter(StorageWriter):
     ``sync_files=False`` leaves it to the operating system when local files reach the disk: a commit then no longer
     means that the checkpoint survives a power cut or a crash of the node. It is for scratch folders and tmpfs.
     """
+
+    figures: Figures | None = None
+    """What this rank has measured of steps and saves; set before the plan. The manifest keeps rank 0's."""
+    interval: Interval | None = None
+    """The interval to the next save that all ranks have agreed on; None until the plan is answered."""
 
     def __init__(
         self,
@@ -211,6 +217,11 @@ class StoreWriter(StorageWriter):
                 [f"not written: {name}" for name in lacking] + [f"not planned: {name}" for name in unplanned],
             )
 
+    def _pace(self) -> Mapping[str, Any] | None:
+        if self.figures is None or self.figures.step_s is None:
+            return None
+        return dataclasses.replace(self.figures, num_ranks=self._commit.world_size).as_json()
+
     def _manifest(self, entries: EntryTable, encoded_metadata: bytes) -> Manifest:
         return Manifest(
             entries=entries,
@@ -223,4 +234,5 @@ class StoreWriter(StorageWriter):
             versions={"torch": torch.__version__, "ray_dcp": __version__},
             differing=self.differing,
             containers=self.containers,
+            pace=self._pace(),
         )

@@ -61,6 +61,7 @@ def test_json_has_the_same(root, capsys):
         "world_size": 2,
         "created": 5.0,
         "metrics": {"loss": 0.123456, "note": "[bold]"},
+        "pace": None,
     }
     assert [one["step"] for one in listing["checkpoints"]] == [100, 200, None]
     assert [one["step"] for one in listing["uncommitted"]] == [300]

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.format.manifest import DifferingReplicas
+from ray_dcp.pace.interval import Interval, agreed_interval
 from ray_dcp.planning.save_plan.check_save import require_agreeing_plans
 from ray_dcp.planning.save_plan.replicas import Differing, describe_differing, find_differing, keys_to_show, refusals
 from ray_dcp.planning.values.containers import Containers, merged_containers
@@ -27,6 +28,7 @@ from ray_dcp.protocol.messages import (
     CommittedWithReplicas,
     FinalTable,
     Message,
+    Paced,
     Results,
     ResultsWithReplicas,
     SavePart,
@@ -51,6 +53,7 @@ class SaveSession(Session):
         self._containers: Containers = ()
         self._differing: Sequence[Differing] = ()
         self._described: Sequence[DifferingReplicas] = ()
+        self._interval: Interval | None = None
 
     def step(self, phase: Phase, parts: Sequence[Message]) -> Sequence[Message]:
         match phase:
@@ -59,7 +62,7 @@ class SaveSession(Session):
             case Phase.GLOBAL_PLAN:
                 planned = PLAN_SAVE_HERE.parts(parts)[0]
                 assert planned is not None, "it is rank 0 that was asked"
-                return self._showing(cast(SaveOnRankZero, self._steps).planned(planned))
+                return self._final(cast(SaveOnRankZero, self._steps).planned(planned))
             case Phase.WRITE:
                 return self._commit(WRITE.parts(parts))
             case Phase.COMMIT:
@@ -99,8 +102,14 @@ class SaveSession(Session):
             )
         self._steps = steps = global_save_steps(parts)
         answers = steps.plan(parts, {one.key for one in self._differing})
+        self._interval = agreed_interval([part.figures for part in parts])
         self._containers = merged_containers(part.containers for part in parts)
-        return answers if steps.stays_on_rank_zero else self._showing(cast(Sequence[FinalTable | SavePlan], answers))
+        return answers if steps.stays_on_rank_zero else self._final(cast(Sequence[FinalTable | SavePlan], answers))
+
+    def _final(self, answers: Sequence[FinalTable | SavePlan]) -> Sequence[Message]:
+        """The final plans, with what each rank is to show, and the interval to the next save where that is known."""
+        shown, interval = self._showing(answers), self._interval
+        return shown if interval is None else [Paced(answer, interval) for answer in shown]
 
     def _showing(self, answers: Sequence[FinalTable | SavePlan]) -> Sequence[FinalTable | SavePlan | ShowReplicas]:
         """The final plans; where ranks hold different values, with what each is to show of them."""

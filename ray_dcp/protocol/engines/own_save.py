@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.format.manifest import DifferingReplicas
+from ray_dcp.pace.interval import Figures, Interval
 from ray_dcp.planning.save_plan.global_plan import GlobalTable
 from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
 from ray_dcp.planning.save_plan.state_planner import StatePlanner
@@ -54,6 +55,13 @@ class OwnWriter(OwnLocation):
 
     def note(self, containers: Containers, differing: Sequence[DifferingReplicas]) -> None:
         self.writer.containers, self.writer.differing = containers, differing
+
+    @property
+    def figures(self) -> Figures | None:
+        return self.writer.figures
+
+    def note_interval(self, interval: Interval) -> None:
+        self.writer.interval = interval
 
     def committed_by_then(self, plan: SavePlan) -> Metadata | None:
         if not isinstance(plan.storage_data, ShardTarget):

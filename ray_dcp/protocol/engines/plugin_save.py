@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.format.manifest import DifferingReplicas
+from ray_dcp.pace.interval import Figures, Interval
 from ray_dcp.planning.save_plan.check_save import require_agreeing_plans, require_valid_plans, require_whole_tensors
 from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
 from ray_dcp.planning.save_plan.replicas import ShownReplicas, replica_digests, shown_replicas
@@ -42,6 +43,7 @@ from ray_dcp.protocol.messages import (
     FinalTable,
     GlobalSavePlan,
     Message,
+    Paced,
     PlanSaveHere,
     Results,
     ResultsWithReplicas,
@@ -96,6 +98,15 @@ class Writer(Protocol):
         """Take what to keep with the checkpoint. Called before ``finish``."""
         ...
 
+    @property
+    def figures(self) -> Figures | None:
+        """What the rank has measured of steps and saves, where the writer was given that."""
+        ...
+
+    def note_interval(self, interval: Interval) -> None:
+        """Take the interval to the next save that all ranks have agreed on. Called when the plan is answered."""
+        ...
+
     def committed_by_then(self, plan: SavePlan) -> Metadata | None:
         """The metadata, where a coordinator that has died since had committed the save of ``plan``; else None."""
         ...
@@ -106,6 +117,7 @@ class UsersWriter(UsersLocation):
 
     attempt: str | None = None
     may_have_committed = counts_progress = False
+    figures: Figures | None = None
 
     def __init__(self, writer: StorageWriter) -> None:
         super().__init__(writer)
@@ -133,6 +145,9 @@ class UsersWriter(UsersLocation):
 
     def note(self, containers: Containers, differing: Sequence[DifferingReplicas]) -> None:
         """Do nothing: the writer has no place for either."""
+
+    def note_interval(self, interval: Interval) -> None:
+        """Do nothing: nobody asks this writer."""
 
     def committed_by_then(self, plan: SavePlan) -> Metadata | None:
         return None
@@ -167,7 +182,8 @@ class PluginSave:
         digests = replica_digests(self._local, self._planner, check) if self._call.world_size > 1 else None
         # Without names made of keys each value is stored with the keys that it has.
         containers = containers_of(state) if getattr(self._planner, "flatten_state_dict", True) else []
-        return SavePart(checkpoint_id, to_send, carried, self._writer.reports_results, check, digests, containers)
+        reports, figures = self._writer.reports_results, self._writer.figures
+        return SavePart(checkpoint_id, to_send, carried, reports, check, digests, containers, figures)
 
     def asked(self, asked: Asked) -> Message:
         match asked:
@@ -180,7 +196,10 @@ class PluginSave:
                 return asked.metadata  # as the writer has completed it
         return None  # it is rank 0 that is asked
 
-    def finish_plan(self, answer: FinalTable | SavePlan | ShowReplicas) -> None:
+    def finish_plan(self, answer: FinalTable | SavePlan | ShowReplicas | Paced) -> None:
+        if isinstance(answer, Paced):
+            self._writer.note_interval(answer.interval)
+            answer = answer.answer
         if isinstance(answer, ShowReplicas):
             self._shown = shown_replicas(self._local, self._planner, answer.keys)
             answer = answer.answer
