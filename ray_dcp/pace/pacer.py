@@ -122,9 +122,9 @@ class Pacer:
             self._began = self._clock()
         window = self._steps.end_window()
         if self._drain is not None:
-            drain_s, self._drain = self._drain.seconds, None
-            self._drains.append(drain_s)
-            self._slow_downs.append(min(drain_s, window.slow_down_s))
+            self._drains.append(self._drain.seconds)
+            self._slow_downs.append(window.slow_down_s)  # of steps that end in it, so it is never longer
+            self._drain = None
         if self._stalls:
             self._tier = dataclasses.replace(
                 self._tier,
