@@ -12,8 +12,10 @@ import pytest
 
 from ray_dcp.format import names
 from ray_dcp.format.manifest import FORMAT_VERSION, DifferingReplicas, encode_manifest
+from ray_dcp.pace.interval import Figures
 from tests.format.test_manifest import CHUNK, EMPTY, OBJECT, ZERO_DIM, manifest_of
 
+PACE = Figures(step=7).as_json()
 TEXT = Path(names.__file__).with_name("FORMAT.md").read_text()
 
 
@@ -31,6 +33,7 @@ def parquet():
         metrics={"loss": 0.5, "\u00e4": float("inf")},
         differing=(DifferingReplicas("w", ((0, 2), (1,)), 0.5),),
         containers=[[["x"], "dict", "int"]],
+        pace=PACE,
     )
     return pq.ParquetFile(io.BytesIO(encode_manifest(manifest)))
 
@@ -46,6 +49,11 @@ def test_columns(parquet):
 def test_facts(parquet):
     written = {key.decode() for key in parquet.metadata.metadata if key.startswith(b"ray_dcp.")}
     assert {row[0] for row in table_below("key")} == written
+
+
+def test_what_was_measured():
+    described = TEXT[TEXT.index("`ray_dcp.pace` has") : TEXT.index("### The digest rule")]
+    assert {name for name in [*PACE, *PACE["tiers"][0]] if f"`{name}`" not in described} == set()
 
 
 def test_checksums(parquet):
