@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
 from ray_dcp.catalog.facts import describe
+from ray_dcp.cluster import current
 from ray_dcp.errors import ConfigError
 from ray_dcp.format.manifest import decode_manifest, encode_manifest
 from ray_dcp.pace.interval import Figures, Interval
@@ -143,11 +144,11 @@ def test_asking_runs_nothing_but_arithmetic_and_wakes_no_thread(tmp_path):
 def test_only_one_rank_may_ask_and_tell_the_others(tmp_path):
     ranks = ThreadRanks(2)
     managers = managers_of(ranks, tmp_path)
-    told = [threading.Event() for _ in range(200)]
-    answers = [False] * 200
+    told = [threading.Event() for _ in range(45)]
+    answers = [False] * 45
 
     def on_rank(rank):
-        for step in range(200):
+        for step in range(45):
             if rank == 0:
                 managers[0]._pacer._clock.at += 10.0
                 answers[step] = bool(managers[0].due(step))
@@ -157,7 +158,7 @@ def test_only_one_rank_may_ask_and_tell_the_others(tmp_path):
                 managers[rank].save(step, {"w": torch.ones(4)})  # in no time at all
 
     require_no_errors(ranks.run(on_rank))
-    assert [step for step in range(200) if answers[step]][:4] == [10, 40, 41, 42]
+    assert [step for step in range(45) if answers[step]][:4] == [10, 40, 41, 42]
 
 
 def test_the_interval_is_logged_where_it_changes_by_rank_0_alone(tmp_path, caplog):
@@ -346,3 +347,17 @@ def test_rank_actors_save_at_the_same_steps(ranks, tmp_path):
     assert outcomes[1][:2] == (saved, why)
     assert saved[0] == 11
     assert max(asked_s for *_, asked_s in outcomes) < 0.001
+
+
+def test_the_group_that_is_known_is_the_one_that_a_save_would_take_and_none_is_joined_for_it(monkeypatch):
+    assert current.known_group() is None
+    lazily, joined, entered = object(), object(), object()
+    monkeypatch.setitem(current._lazily_joined, ("run", "first"), object())
+    monkeypatch.setitem(current._lazily_joined, ("run", "second"), lazily)
+    assert current.known_group() is lazily
+    monkeypatch.setattr(current, "_joined", joined)
+    assert current.known_group() is joined
+    current.enter(entered)
+    assert current.known_group() is entered
+    current.leave(entered)
+    assert current.known_group() is joined

@@ -73,7 +73,10 @@ class Figures:
 
     def tier(self, name: str) -> TierFigures:
         """The figures of one tier; empty ones where there are none."""
-        return next((tier for tier in self.tiers if tier.name == name), TierFigures(name))
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        return TierFigures(name)
 
     def interrupted(self) -> Figures:
         """The same figures with one interruption more."""
