@@ -39,6 +39,7 @@ ZIP64 = 0xFFFFFFFF
 """In a 32-bit field this says that the number, which is as large or larger, stands in a zip64 field."""
 LOCAL_CRC_AT, CENTRAL_CRC_AT = 14, 16
 """Offset of the checksum in a local header, and in a line of the directory, in bytes."""
+_CRC_IN_DESCRIPTOR_AT = 4
 _DATE = 0x21
 """1980-01-01, the first day a zip file knows: equal values make equal records."""
 CRC_FOLLOWS = 1 << 3
@@ -60,17 +61,19 @@ class RecordFrame:
     """A record of one payload, but for the payload and its checksum.
 
     ``head`` ends where the payload starts, ``payload_at`` bytes into the record; ``tail(crc)`` follows the payload. The
-    record is ``nbytes`` long.
+    record is ``nbytes`` long. All of it is plain data, so that a process that has only the payload's bytes can end a
+    record.
     """
 
     head: bytes
     payload_at: int
     payload_nbytes: int
     nbytes: int
-    _tail: Callable[[int], bytes]
+    _around_crcs: tuple[bytes, ...]
+    """What follows the payload, cut where its checksum stands."""
 
     def tail(self, crc: int) -> bytes:
-        return self._tail(crc)
+        return crc.to_bytes(4, "little").join(self._around_crcs)
 
 
 def frame_payload(pickled: bytes, payload_nbytes: int, *, position: int = 0, alignment: int = PAYLOAD_ALIGNMENT,
@@ -84,11 +87,13 @@ def frame_payload(pickled: bytes, payload_nbytes: int, *, position: int = 0, ali
     unpadded = len(front.local) + len(_payload_header(payload_nbytes, crc))
     padding = _padding(-(position + unpadded) % alignment, alignment)
     head = front.local + _payload_header(payload_nbytes, crc, padding)
-
-    def tail(known: int) -> bytes:
-        return _tail(front, len(front.local), len(head), payload_nbytes, known, described=crc is None)
-
-    return RecordFrame(head, len(head), payload_nbytes, len(head) + payload_nbytes + len(tail(0)), tail)
+    tail = _tail(front, len(front.local), len(head), payload_nbytes, 0, described=crc is None)
+    descriptor_nbytes = _descriptor(payload_nbytes).size if crc is None else 0
+    crcs_at = [_CRC_IN_DESCRIPTOR_AT] if crc is None else []
+    crcs_at.append(descriptor_nbytes + len(front.central) + CENTRAL_CRC_AT)
+    starts = [0, *(at + 4 for at in crcs_at)]
+    parts = tuple(tail[start:end] for start, end in zip(starts, [*crcs_at, len(tail)], strict=True))
+    return RecordFrame(head, len(head), payload_nbytes, len(head) + payload_nbytes + len(tail), parts)
 
 
 def frame_pickle(pickled: bytes) -> bytes:
@@ -207,12 +212,16 @@ def _padding(gap: int, alignment: int) -> bytes:
     return struct.pack("<2H", PADDING_ID, gap - 4) + bytes(gap - 4)
 
 
+def _descriptor(payload_nbytes: int) -> struct.Struct:
+    """What stands right behind a payload whose checksum is not in front of it."""
+    return DESCRIPTOR_64 if payload_nbytes >= ZIP64 else DESCRIPTOR
+
+
 def _tail(front: _Front, header_at: int, payload_at: int, payload_nbytes: int, crc: int, *, described: bool) -> bytes:
     large = payload_nbytes >= ZIP64
     descriptor = b""
     if described:
-        packer = DESCRIPTOR_64 if large else DESCRIPTOR
-        descriptor = packer.pack(DESCRIPTOR_SIGNATURE, crc, payload_nbytes, payload_nbytes)
+        descriptor = _descriptor(payload_nbytes).pack(DESCRIPTOR_SIGNATURE, crc, payload_nbytes, payload_nbytes)
     name = _PAYLOAD_NAME
     size = ZIP64 if large else payload_nbytes
     zip64 = struct.pack("<2H2Q", ZIP64_ID, 16, payload_nbytes, payload_nbytes) if large else b""

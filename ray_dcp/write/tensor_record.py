@@ -1,7 +1,7 @@
 """One stored item: a record as ``torch.save`` would write it, laid out here around the tensor's own memory.
 
 The bytes of a tensor are checksummed block by block on their way to the store, while they are in the CPU's cache. No
-tensor is pickled, and none is copied unless it lies on a device or is not in order.
+tensor is pickled, and on the way to a store none is copied unless it lies on a device or is not in order.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -16,7 +17,7 @@ from ray_dcp.format.checksums import BlockChecksums, block_crcs, crc32, crc_of_b
 from ray_dcp.format.names import BLOCK_NBYTES, PAYLOAD_ALIGNMENT
 from ray_dcp.format.tensor_pickle import tensor_pickle
 from ray_dcp.format.zip_record import RecordFrame, SmallFrame, frame_payload
-from ray_dcp.staging.host_pieces import host_pieces, small_content
+from ray_dcp.staging.host_pieces import copy_to_host, host_pieces, small_content
 from ray_dcp.store.store import ObjectWriter, chunk_bytes
 from ray_dcp.torch_private import AsyncCollectiveTensor
 
@@ -39,15 +40,34 @@ class Payload:
     block_crcs: tuple[int, ...]
 
 
+class RecordSink(Protocol):
+    """What records are written to, front to back."""
+
+    def write(self, chunk: bytes | memoryview) -> int:
+        """Append all of ``chunk``; return its length in bytes."""
+        ...
+
+    def write_large(self, frame: RecordFrame, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Append the record of ``tensor`` in ``frame``; return the checksums of its blocks.
+
+        They are all 0, and the record has no end yet, where whoever takes the bytes from this sink computes them.
+        """
+        ...
+
+    def tell(self) -> int:
+        """Bytes accepted so far."""
+        ...
+
+
 class JoinedWrites:
-    """An ``ObjectWriter`` that passes small chunks on together."""
+    """A ``RecordSink`` that passes all on to an ``ObjectWriter``, small chunks together."""
 
     def __init__(self, sink: ObjectWriter) -> None:
         self._sink = sink
         self._held = bytearray()
         self._position = sink.tell()
 
-    def write(self, chunk: bytes | bytearray | memoryview) -> int:
+    def write(self, chunk: bytes | memoryview) -> int:
         nbytes = len(chunk) if isinstance(chunk, bytes) else memoryview(chunk).nbytes
         if len(self._held) + nbytes > _MAX_HELD_NBYTES:
             self.flush()
@@ -57,6 +77,16 @@ class JoinedWrites:
             self._held += chunk
         self._position += nbytes
         return nbytes
+
+    def write_large(self, frame: RecordFrame, tensor: torch.Tensor) -> tuple[int, ...]:
+        self.write(frame.head)
+        checksums = BlockChecksums()
+        for piece in host_pieces(tensor):
+            checksums.update(piece)
+            self.write(piece)
+        crcs = checksums.crcs()
+        self.write(frame.tail(crc_of_blocks(crcs, frame.payload_nbytes)))
+        return crcs
 
     def flush(self) -> None:
         """Pass on what is held; call once more at the end."""
@@ -91,6 +121,8 @@ class TensorRecord:
     times as long: so these are made for many tensors at a time.
     """
 
+    __slots__ = ("_frame", "_gap", "_nbytes", "_small", "_start", "_tensor", "dtype", "end", "sizes")
+
     def __init__(self, tensor: torch.Tensor) -> None:
         """``tensor`` must keep its values until the record is written."""
         tensor = plain(tensor)
@@ -111,44 +143,79 @@ class TensorRecord:
             return None
         return self.dtype, self.sizes, bytes(small_content(self._tensor))
 
-    def write(self, sink: ObjectWriter, row: Row, name: str) -> Payload:
-        """Append the record to ``sink``, aligned; return its place. ``row`` is the current row of the file.
+    def keep_values(self) -> None:
+        """Take a copy: the tensor may change from now on."""
+        self._tensor = copy_to_host(self._tensor)
 
-        ``name`` is the tensor's. Of the tensor only its own bytes are written.
+    def lay_out(self, at: int, row: Row, name: str) -> int:
+        """Give the record its place behind what ends at ``at`` of the file; return where it ends, in bytes.
+
+        ``row`` is the current row of the file, ``name`` the tensor's. What is aligned in the record's frame is then
+        aligned in the file, too.
         """
         frame = self._frame
-        if isinstance(frame, SmallFrame):
-            return self._write_small(sink, frame, row, name)
-        start = _pad(sink)
-        crcs = self._write_large(sink, frame)
-        assert sink.tell() == start + frame.nbytes, "a tensor has as many bytes as its shape says"
-        return Payload(start, frame.nbytes, start + frame.payload_at, self._nbytes, crcs)
-
-    def _write_small(self, sink: ObjectWriter, frame: SmallFrame, row: Row, name: str) -> Payload:
-        follows = row.frame is frame and row.end == sink.tell() and name not in row.names
+        self._gap = -at % PAYLOAD_ALIGNMENT
+        if not isinstance(frame, SmallFrame):
+            self._start = at + self._gap
+            self.end = self._start + frame.nbytes
+            return self.end
+        follows = row.frame is frame and row.end == at and name not in row.names
         record = frame.in_row(len(row.names)) if follows else None
         if record is None:
-            row.frame, row.start = frame, _pad(sink)
+            row.frame, row.start = frame, at + self._gap
             row.names.clear()
             record = frame.first
-        content = small_content(self._tensor)
-        crc = crc32(content)
-        sink.write(record.around(content, crc))
+        else:
+            self._gap = 0
         row.names.add(name)
-        row.end = row.start + record.end
-        assert sink.tell() == row.end, "a tensor has as many bytes as its shape says"
-        crcs = (crc,) if self._nbytes else ()
-        return Payload(row.start, record.end, row.start + record.payload_at, self._nbytes, crcs)
+        self._small, self._start = record, row.start
+        self.end = row.end = row.start + record.end
+        return self.end
 
-    def _write_large(self, sink: ObjectWriter, frame: RecordFrame) -> tuple[int, ...]:
-        sink.write(frame.head)
-        checksums = BlockChecksums()
-        for piece in host_pieces(self._tensor):
-            checksums.update(piece)
-            sink.write(piece)
-        crcs = checksums.crcs()
-        sink.write(frame.tail(crc_of_blocks(crcs, self._nbytes)))
-        return crcs
+    def write(self, sink: RecordSink) -> Payload:
+        """Append the record, which has been laid out, to ``sink``. Of the tensor only its own bytes are written."""
+        if self._gap:
+            sink.write(bytes(self._gap))
+        frame = self._frame
+        crcs: tuple[int, ...]
+        if isinstance(frame, SmallFrame):
+            payload_at = self._small.payload_at
+            content = small_content(self._tensor)
+            crc = crc32(content)
+            sink.write(self._small.around(content, crc))
+            crcs = (crc,) if self._nbytes else ()
+        else:
+            payload_at = frame.payload_at
+            crcs = sink.write_large(frame, self._tensor)
+        assert sink.tell() == self.end, "a tensor has as many bytes as its shape says"
+        start = self._start
+        return Payload(start, self.end - start, start + payload_at, self._nbytes, crcs)
+
+
+class PythonRecord:
+    """The record of a Python object that is pickled already; its payload is its whole record."""
+
+    __slots__ = ("_pickled", "_start")
+    dtype = sizes = identity = None
+
+    def __init__(self, pickled: memoryview) -> None:
+        self._pickled = pickled
+
+    def keep_values(self) -> None:
+        """Take a copy: the pickle may change from now on."""
+        self._pickled = memoryview(bytes(self._pickled))
+
+    def lay_out(self, at: int, row: Row, name: str) -> int:
+        """See ``TensorRecord.lay_out``. Nothing is aligned in it."""
+        self._start = at
+        return at + len(self._pickled)
+
+    def write(self, sink: RecordSink) -> Payload:
+        """Append the record, which has been laid out, to ``sink``."""
+        assert sink.tell() == self._start
+        pickled = self._pickled
+        sink.write(pickled)
+        return Payload(self._start, len(pickled), self._start, len(pickled), block_crcs(pickled))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -161,13 +228,6 @@ def _small_frame(dtype: torch.dtype, sizes: torch.Size) -> SmallFrame:
     return SmallFrame(tensor_pickle(dtype, sizes), sizes.numel() * dtype.itemsize)
 
 
-def write_python(sink: ObjectWriter, pickled: memoryview) -> Payload:
-    """Append a Python object that is pickled already; its payload is its whole record."""
-    start = sink.tell()
-    sink.write(pickled)
-    return Payload(start, len(pickled), start, len(pickled), block_crcs(pickled))
-
-
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` without its class and graph, once it has arrived: readers may not have the class, or not allow it."""
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
@@ -175,14 +235,3 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     return tensor.detach().as_subclass(torch.Tensor)
-
-
-def _pad(sink: ObjectWriter) -> int:
-    """Fill ``sink`` up to where a record can start: what is aligned in its frame is then aligned in the file too.
-
-    Returns that offset, in bytes.
-    """
-    gap = -sink.tell() % PAYLOAD_ALIGNMENT
-    if gap:
-        sink.write(bytes(gap))
-    return sink.tell()

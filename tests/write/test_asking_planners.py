@@ -8,7 +8,7 @@ import torch
 import ray_dcp as dcp
 from ray_dcp.planning.save_plan.state_planner import StatePlanner
 from ray_dcp.trace_points import Point, observed_by
-from ray_dcp.write import shard_file
+from ray_dcp.write import shard_layout
 
 VALUES = {f"w{n}": torch.full((3 << 18,), float(n)) for n in range(6)}
 
@@ -45,8 +45,8 @@ def test_a_save_planner_of_the_user_s_may_give_the_same_memory_again_and_again(t
 
 def test_our_own_planner_is_asked_for_several(tmp_path, monkeypatch):
     asked = []
-    resolve = shard_file._resolved
-    monkeypatch.setattr(shard_file, "_resolved", lambda item, planner: asked.append(item) or resolve(item, planner))
+    resolve = shard_layout._resolved
+    monkeypatch.setattr(shard_layout, "_resolved", lambda item, planner: asked.append(item) or resolve(item, planner))
     when = []
 
     def observe(point):

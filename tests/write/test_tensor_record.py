@@ -17,20 +17,21 @@ from ray_dcp.format.checksums import BlockChecksums
 from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.format.zip_record import MAX_ROW_NBYTES
 from ray_dcp.store.local import LocalStore
-from ray_dcp.write.tensor_record import Payload, Row, TensorRecord, write_python
+from ray_dcp.write.tensor_record import JoinedWrites, Payload, PythonRecord, Row, TensorRecord
 from tests.shardings import DTYPES, KINDS, same_bits, whole_tensor
 
 
 def written(folder, *values) -> tuple[bytes, list[Payload]]:
     """A file with a record of each value, and what was said of each. Bytes are Python objects, pickled before."""
-    store, row = LocalStore(folder), Row()
-    with store.put_new("f") as sink:
-        payloads = [
-            write_python(sink, memoryview(value))
-            if isinstance(value, bytes)
-            else TensorRecord(value).write(sink, row, f"value {number}")
-            for number, value in enumerate(values)
-        ]
+    store, row, payloads = LocalStore(folder), Row(), []
+    with store.put_new("f") as file:
+        sink = JoinedWrites(file)
+        for number, value in enumerate(values):
+            record = PythonRecord(memoryview(value)) if isinstance(value, bytes) else TensorRecord(value)
+            end = record.lay_out(sink.tell(), row, f"value {number}")
+            payloads.append(record.write(sink))
+            assert sink.tell() == end
+        sink.flush()
     return store.get("f"), payloads
 
 
