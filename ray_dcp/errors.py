@@ -22,6 +22,10 @@
     |-- EarlierSaveError                       an asynchronous save failed and nobody had asked; this call succeeded
     |   `-- UntoldSaveError                      as it is raised: also a CheckpointException
     |-- ForkedProcessError                     a forked process has neither its parent's saves nor its group
+    |-- StagingError                           the shared memory of asynchronous saves
+    |   |-- StagingMemoryError                   there is not enough for a buffer
+    |   |-- StagingLostError                     the buffer of another process is gone
+    |   `-- StagingBusyError (TimeoutError)      all buffers are in use
     |-- GroupError
     |   |-- JoinTimeoutError (TimeoutError)      ranks that never joined
     |   |-- RankConflictError                    two ranks joined with one number
@@ -36,8 +40,9 @@
     `-- CheckpointException                      what every rank of a failed save or load sees
 
 ``CheckpointException`` and ``UntoldSaveError`` are defined in ``ray_dcp.protocol.exception``: they are also torch's
-``CheckpointException``, and this module must not import torch. Facts are attributes; each error
-survives pickling, so it crosses Ray unchanged. ``exit_code`` is what the command line exits with.
+``CheckpointException``, and this module must not import torch. ``StagingError`` and its kinds are in
+``ray_dcp.staging.buffer_errors``. Facts are attributes; each error survives pickling, so it crosses Ray unchanged.
+``exit_code`` is what the command line exits with.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import ray_dcp
 from ray_dcp import errors
 from ray_dcp.errors import RayDcpError
 from ray_dcp.protocol.exception import CheckpointException, RankFailure, UntoldSaveError
+from ray_dcp.staging import buffer_errors
 
 DEAD = RankFailure(3, "write", "RankLostError", "its process died", "")
 EXAMPLES = [
@@ -36,6 +37,10 @@ EXAMPLES = [
     errors.EarlierSaveError(ValueError("disk full")),
     UntoldSaveError("save", "/dir/step-1", [DEAD], "load", None),
     errors.ForkedProcessError("its save goes on there", pid=17),
+    buffer_errors.StagingError("anything"),
+    buffer_errors.StagingMemoryError(nbytes=1 << 30, available_nbytes=1 << 20, reason="it would not fit"),
+    buffer_errors.StagingLostError(path="/proc/17/fd/5", reason="it is another file now"),
+    buffer_errors.StagingBusyError(num_buffers=2, waited_s=3.0),
     errors.GroupError("something", group="run-7"),
     errors.JoinTimeoutError(group="run-7", world_size=4, missing_ranks=[1, 3], timeout_s=60),
     errors.RankConflictError("joined twice", group="run-7", rank=2),

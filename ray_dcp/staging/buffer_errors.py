@@ -1,0 +1,50 @@
+"""What goes wrong with staging buffers; the tree of all errors is in ``ray_dcp.errors``.
+
+It stands here since ``errors`` is as long as a module may be.
+"""
+
+from __future__ import annotations
+
+from ray_dcp.errors import RayDcpError
+
+
+class StagingError(RayDcpError):
+    """Base of what goes wrong with the shared memory that asynchronous saves copy into."""
+
+
+class StagingMemoryError(StagingError):
+    """There is no memory for a staging buffer of ``nbytes``; ``available_nbytes`` is what there was, None if unknown.
+
+    Example: the buffers of a rank take twice what it saves, and its container may not have so much.
+    """
+
+    def __init__(self, *, nbytes: int, available_nbytes: int | None, reason: str) -> None:
+        there = "" if available_nbytes is None else f", {available_nbytes} bytes are available"
+        super().__init__(f"no memory for a staging buffer of {nbytes} bytes{there}: {reason}")
+        self.nbytes = nbytes
+        self.available_nbytes = available_nbytes
+
+
+class StagingLostError(StagingError):
+    """The staging buffer that another process named ``path`` is not there any more.
+
+    Example: the process has ended, and another one has its number now.
+    """
+
+    def __init__(self, *, path: str, reason: str) -> None:
+        super().__init__(f"no staging buffer at {path}: {reason}")
+        self.path = path
+
+
+class StagingBusyError(StagingError, TimeoutError):
+    """All ``num_buffers`` staging buffers were in use for ``waited_s`` seconds, by saves that are not written yet."""
+
+    def __init__(self, *, num_buffers: int, waited_s: float) -> None:
+        super().__init__(
+            f"all {num_buffers} staging buffers were in use for {waited_s:g} s, by saves that are not written yet"
+        )
+        self.num_buffers = num_buffers
+        self.waited_s = waited_s
+
+
+__all__ = ["StagingBusyError", "StagingError", "StagingLostError", "StagingMemoryError"]

@@ -1,0 +1,174 @@
+"""``BufferPool``: a rank's staging buffers, used in turns from save to save."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from ray_dcp.errors import ForkedProcessError
+from ray_dcp.staging.buffer_errors import StagingBusyError, StagingMemoryError
+from ray_dcp.staging.shared_buffer import SharedBuffer
+
+_LOOK_AGAIN_S = 0.05
+_ROOM_TO_GROW = 20
+"""What has grown once gets a twentieth more than it needs: Python values grow by some bytes again and again."""
+
+
+class BufferPool:
+    """At most ``num_buffers`` buffers, made when they are first needed and kept. Threads may share a pool.
+
+    A buffer is as large as what is staged in it, in whole pages. A larger one that is there already does for less, so
+    that a state of changing size takes memory once; one that has grown has a little room to grow on.
+    """
+
+    def __init__(self, num_buffers: int = 2, *, on_new: Callable[[SharedBuffer], object] | None = None) -> None:
+        """``on_new`` is called with each buffer that is made, before it is used: it may pin its memory."""
+        assert num_buffers > 0
+        self.num_buffers = num_buffers
+        self._on_new = on_new
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._free: list[SharedBuffer] = []
+        self._taken: set[SharedBuffer] = set()
+        self._num_making = 0
+        self._closed = False
+
+    def take(
+        self, nbytes: int, *, timeout_s: float | None = None, look: Callable[[], None] | None = None
+    ) -> SharedBuffer:
+        """A buffer of at least ``nbytes``, for nobody else until it is given back.
+
+        Waits while all are taken, ``timeout_s`` at most: then raises ``StagingBusyError``. Meanwhile ``look`` is
+        called again and again; what it raises ends the wait and passes unchanged. Raises ``StagingMemoryError`` where
+        a larger buffer is needed and there is no memory for it.
+        """
+        self._require_own_process()
+        began_s = time.monotonic()
+        while True:
+            with self._changed:
+                assert not self._closed, "the pool is closed"
+                found, replaced = self._find(nbytes)
+                if found is not None:
+                    return found
+                if self._num_there < self.num_buffers:
+                    self._num_making += 1
+                    break
+                self._wait(began_s, timeout_s, None if look is None else _LOOK_AGAIN_S)
+            if look is not None:
+                look()
+        return self._made(nbytes, replaced)
+
+    def give_back(self, buffer: SharedBuffer) -> None:
+        """Let ``buffer`` be taken again. Nobody may look at it any more but whoever takes it next."""
+        with self._changed:
+            assert buffer in self._taken, "a buffer is given back once, to the pool that it is from"
+            self._taken.discard(buffer)
+            if self._closed:
+                buffer.close()
+            else:
+                self._free.append(buffer)
+            self._changed.notify_all()
+
+    def prepare(self, nbytes: int) -> None:
+        """Make all buffers that are not in use ready for ``nbytes``: the next saves then take no memory.
+
+        Raises ``StagingMemoryError`` where there is not enough for all of them; those for which there is stay.
+        """
+        taken: list[SharedBuffer] = []
+        try:
+            while len(taken) < self.num_buffers:
+                taken.append(self.take(nbytes, timeout_s=0))
+        except StagingBusyError:
+            pass  # whoever has the others has made them as large as they need to be
+        finally:
+            for buffer in taken:
+                self.give_back(buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that there are."""
+        with self._changed:
+            return sum(buffer.nbytes for buffer in (*self._free, *self._taken))
+
+    def close(self) -> None:
+        """Let go of all buffers, of those in use once they are given back. Safe to call again."""
+        if os.getpid() == self._pid:
+            with self._changed:
+                self._closed = True
+                while self._free:
+                    self._free.pop().close()
+
+    # With the lock held.
+
+    @property
+    def _num_there(self) -> int:
+        return len(self._free) + len(self._taken) + self._num_making
+
+    def _find(self, nbytes: int) -> tuple[SharedBuffer | None, bool]:
+        """A free buffer that is large enough, now taken; or None, and whether a smaller one was closed for it."""
+        large_enough = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+        if large_enough:
+            found = min(large_enough, key=lambda buffer: buffer.nbytes)
+            self._free.remove(found)
+            self._taken.add(found)
+            return found, False
+        if not self._free:
+            return None, False
+        smaller = min(self._free, key=lambda buffer: buffer.nbytes)
+        self._free.remove(smaller)
+        smaller.close()
+        return None, True
+
+    def _wait(self, began_s: float, timeout_s: float | None, look_every_s: float | None) -> None:
+        if timeout_s is None:
+            self._changed.wait(look_every_s)
+            return
+        left_s = began_s + timeout_s - time.monotonic()
+        if left_s <= 0:
+            raise StagingBusyError(num_buffers=self.num_buffers, waited_s=timeout_s)
+        self._changed.wait(left_s if look_every_s is None else min(left_s, look_every_s))
+
+    # Without the lock: it takes a while.
+
+    def _made(self, nbytes: int, replaces: bool) -> SharedBuffer:
+        """A new buffer in the place that is reserved for it, which is free again if this fails."""
+        buffer = None
+        try:
+            buffer = _new_buffer(nbytes, replaces)
+            buffer.fault_in()
+            if self._on_new is not None:
+                self._on_new(buffer)
+        except BaseException:
+            with self._changed:
+                self._num_making -= 1
+                self._changed.notify_all()
+            if buffer is not None:
+                buffer.close()
+            raise
+        with self._changed:
+            self._num_making -= 1
+            self._taken.add(buffer)
+        return buffer
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcessError("its staging buffers are not for a fork of it", pid=self._pid)
+
+
+def _new_buffer(nbytes: int, has_grown: bool) -> SharedBuffer:
+    if has_grown:
+        try:
+            return SharedBuffer.create(_whole_pages(nbytes + nbytes // _ROOM_TO_GROW))
+        except StagingMemoryError:
+            pass  # there may be as much as is needed
+    return SharedBuffer.create(_whole_pages(nbytes))
+
+
+def _whole_pages(nbytes: int) -> int:
+    return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+__all__ = ["BufferPool"]
