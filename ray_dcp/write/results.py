@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from array import array
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ray_dcp.format.manifest import EntryTable
 from ray_dcp.format.metadata_file import dtype_named
+from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.torch_private import StorageInfo
 from ray_dcp.write.tensor_record import Payload
 
@@ -78,6 +80,28 @@ class WrittenColumns:
             *(self._crcs_at, self._num_crcs, self.kind_of),
         ):
             column[number] = column[written]
+
+    def with_crcs(self, crcs: Sequence[int]) -> WrittenColumns:
+        """The same columns with the checksums of all large tensors, in file order, which a staged file lacks.
+
+        Raises ``ValueError`` where there are more or fewer of them than blocks.
+        """
+        is_tensor = [dtype is not None for dtype, _ in self.kinds]
+        large = {
+            (self._crcs_at[number], self._num_crcs[number])
+            for number, nbytes in enumerate(self.payload_nbytes)
+            if nbytes > BLOCK_NBYTES and is_tensor[self.kind_of[number]]
+        }
+        if sum(num_crcs for _, num_crcs in large) != len(crcs):
+            raise ValueError(f"{len(crcs)} checksums for {sum(num for _, num in large)} blocks of {self.file}")
+        known = array("I", self._crcs)
+        taken = 0
+        for at, num_crcs in sorted(large):
+            known[at : at + num_crcs] = array("I", crcs[taken : taken + num_crcs])
+            taken += num_crcs
+        filled = copy.copy(self)
+        filled._crcs = known
+        return filled
 
     @property
     def num_written(self) -> int:
