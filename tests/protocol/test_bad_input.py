@@ -14,8 +14,7 @@ import torch.distributed.checkpoint as torch_dcp
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import CheckpointNotFoundError, ConfigError, OutOfStepError, StateDictError, UnknownSchemeError
-from ray_dcp.protocol.rank.background import BackgroundSaves
-from tests.ranks import ThreadRanks, require_no_errors
+from tests.ranks import ThreadGroup, ThreadRanks, require_no_errors
 from tests.slack import within
 
 
@@ -240,19 +239,6 @@ def test_bad_arguments_name_the_setting(tmp_path, call, setting):
 def test_a_list_in_place_of_a_state_dict(tmp_path):
     with pytest.raises(CheckpointException, match="state_dict is a list"):
         dcp.save([torch.ones(2)], checkpoint_id=tmp_path / "c", no_dist=True)
-
-
-class ThreadGroup:
-    """What ``api`` asks of a ``RankGroup``, for one of ``ThreadRanks``."""
-
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        self.background = BackgroundSaves()
-        self.rank = rank
-        self._ranks = ranks
-        self._rank = rank
-
-    def start_call(self, kind, checkpoint_id=""):
-        return self._ranks.call(self._rank, kind, checkpoint_id)
 
 
 REFUSED_BEFORE_THE_CALL = {
