@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import dataclasses
 import functools
 import pickle
 import traceback
@@ -58,6 +59,15 @@ class RankFailure:
             cause=error if _survives_pickling(error) else None,
             catchable_as=tuple(kind.__name__ for kind in _builtins_of(type(error))),
         )
+
+    @classmethod
+    def of_deputy(cls, error: bytes, *, rank: int, phase: str, traced: str) -> RankFailure:
+        """The failure of whoever takes this rank's part, who has pickled what was raised and its traceback."""
+        try:
+            raised = pickle.loads(error)
+        except BaseException as unknown:  # noqa: BLE001 - anybody's class may raise anything here; it must arrive
+            raised = RuntimeError(f"what was raised cannot be read: {type(unknown).__name__}")
+        return dataclasses.replace(cls.from_exception(raised, rank=rank, phase=phase), traceback=traced)
 
     @property
     def who(self) -> str:

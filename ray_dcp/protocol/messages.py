@@ -12,7 +12,7 @@ import logging
 import os
 import pickle
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ray_dcp.catalog.facts import CheckpointInfo
+from ray_dcp.errors import CoordinatorLostError, GroupError, RayDcpError
 from ray_dcp.format.manifest import DifferingReplicas
 from ray_dcp.pace.interval import Figures, Interval
 from ray_dcp.planning.node_sharing import NodeShare, ShareOffer
@@ -30,8 +31,11 @@ from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
 from ray_dcp.planning.save_plan.replicas import ShownReplicas
 from ray_dcp.planning.template.comparison import TemplateCheck
 from ray_dcp.planning.values.containers import Containers
+from ray_dcp.protocol.deputy import SealedPart, Told
+from ray_dcp.protocol.exception import CheckpointException
 from ray_dcp.reads.checkpoint import OpenedCheckpoint
 from ray_dcp.settings import DEFAULT_REPLICA_CHECK, Phase, ReplicaCheck
+from ray_dcp.wording import first_line_of
 from ray_dcp.write.results import WrittenColumns
 
 logger = logging.getLogger(__name__)
@@ -201,6 +205,16 @@ class CommittedWithReplicas:
     differing: Sequence[DifferingReplicas]
 
 
+def unsealed(part: Results | ResultsWithReplicas | SealedPart) -> Results | ResultsWithReplicas:
+    """``part`` with its checksums where they belong; one that did not come apart as it is."""
+    if not isinstance(part, SealedPart):
+        return part
+    blank, crcs = cast("WrittenColumns | ResultsWithReplicas", decode(part.prepared)), array("I", part.crcs)
+    if isinstance(blank, ResultsWithReplicas):
+        return replace(blank, results=cast(WrittenColumns, blank.results).with_crcs(crcs))
+    return blank.with_crcs(crcs)
+
+
 GlobalSavePlan = tuple[Sequence[SavePlan], Metadata]
 """What a planner's and a writer's global steps make of all plans, in rank order."""
 Results = WrittenColumns | Sequence[WriteResult] | None
@@ -278,6 +292,7 @@ Message = (
     | Paced
     | Results
     | ResultsWithReplicas
+    | SealedPart
     | Metadata
     | CommittedWithReplicas
     | OpenPart
@@ -313,7 +328,7 @@ class Exchange(Generic[PartT, AnswerT]):
 
 PLAN_SAVE = Exchange[SavePart, FinalTable | SavePlan | ShowReplicas | Paced](Phase.PLAN)
 PLAN_SAVE_HERE = Exchange[GlobalSavePlan | None, SavePlan | ShowReplicas | Paced](Phase.GLOBAL_PLAN)
-WRITE = Exchange[Results | ResultsWithReplicas, Metadata | CommittedWithReplicas](Phase.WRITE)
+WRITE = Exchange[Results | ResultsWithReplicas | SealedPart, Metadata | CommittedWithReplicas](Phase.WRITE)
 COMMIT = Exchange[Metadata | None, Metadata | CommittedWithReplicas](Phase.COMMIT)
 
 OPEN = Exchange[OpenPart, OpenedCheckpoint | None](Phase.OPEN)
@@ -343,6 +358,28 @@ def encode(message: Message) -> bytes:
 def decode(content: bytes) -> Message:
     """Undo ``encode``. Messages come from this run's own processes, never from files."""
     return cast(Message, pickle.loads(content))
+
+
+def decode_call_id(content: bytes) -> CallId:
+    """A ``CallId`` that somebody has passed on who cannot read it."""
+    return cast(CallId, pickle.loads(content))
+
+
+def told_to_deputy(ask: Callable[[], bytes | CheckpointException | None]) -> Told:
+    """What ``ask`` returns or raises, for a deputy: a failure goes on to its rank as it is, which may look into it.
+
+    What is refused to the deputy alone, the rank is to try by itself.
+    """
+    answer: bytes | RayDcpError | None
+    try:
+        answer = ask()
+    except RayDcpError as error:
+        answer = error
+    if isinstance(answer, RayDcpError):
+        lost = isinstance(answer, CoordinatorLostError)
+        refused = isinstance(answer, GroupError) and not lost
+        return Told(failure=pickle.dumps(answer), text=first_line_of(answer), coordinator_lost=lost, taken_back=refused)
+    return Told(answer=answer or b"")
 
 
 def carry(*user_objects: Any) -> Carried | None:

@@ -43,6 +43,8 @@ class CallsRecord:
     failed: tuple[FailedCall, ...] = ()
     shifts: tuple[tuple[int, int], ...] = ()
     """(rank, shift) of each rank whose numbers are not its positions: its position is its number plus the shift."""
+    hands_over: bool = False
+    """Whether any rank has handed over a save."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +82,8 @@ class Calls:
         self._world_size = world_size
         self._open_call = open_call
         self._on_change = on_change
+        self.hands_over = False
+        """Whether any rank has handed over a save."""
         self._entries: list[_Entry] = []
         self._by_rank: dict[int, dict[int, _Entry]] = {rank: {} for rank in range(world_size)}
         self._forgotten: dict[int, int] = {}
@@ -109,6 +113,22 @@ class Calls:
             raise GroupError(f"{call_id.kind} #{call_id.number} has ended long ago", group=self._group)
         return self._place(call_id, rank, own).call
 
+    def note_hand_over(self) -> None:
+        """Note that a rank hands over a save: a coordinator that starts over then reckons with deputies."""
+        if not self.hands_over:
+            self.hands_over = True
+            self._on_change()
+
+    @property
+    def open_saves(self) -> list[OpenCall]:
+        """The saves that go on, in their order."""
+        saves = [entry for entry in self._entries if entry.call.is_save and not entry.call.ended]
+        return [entry.call for entry in sorted(saves, key=lambda entry: entry.position)]
+
+    def may_be_announced(self, call: OpenCall, rank: int) -> bool:
+        """Whether this rank may have a deputy of which only the coordinator before this one has heard."""
+        return self.hands_over and call.may_be_announced(rank)
+
     def find(self, call_id: CallId, rank: int) -> OpenCall | None:
         """The call that this rank calls ``call_id``; None where it is not known."""
         known = self._by_rank.get(rank, {}).get(call_id.number)
@@ -130,9 +150,17 @@ class Calls:
         for other in range(self._world_size) if is_first else ():
             self._fail_if_left(entry, other)
 
+    def fail_left(self) -> None:
+        """Fail the calls that wait for a rank which has gone on, and of which no deputy has been heard by now."""
+        for entry in self._entries:
+            if entry.call.is_save and entry.call.started_over and not entry.call.ended:
+                for rank in range(self._world_size):
+                    self._fail_if_left(entry, rank)
+
     def _fail_if_left(self, entry: _Entry, rank: int) -> None:
         gone_to = (self._settled_before if entry.call_id.kind == "save" else self._reached).get(rank, -1)
-        if gone_to > entry.position and entry.call.waits_for(rank):
+        is_deputys = entry.call.has_handed_over(rank) or self.may_be_announced(entry.call, rank)
+        if gone_to > entry.position and entry.call.waits_for(rank) and not is_deputys:
             message = f"rank {rank} has left this {entry.call_id.kind} and gone on to a later call"
             entry.call.fail([RankFailure(rank, str(entry.call.phase_now), "GroupError", message, "")])
 
@@ -151,11 +179,12 @@ class Calls:
             for entry in self._entries
             if entry.call.failure is not None and not entry.settled
         ]
-        return CallsRecord(tuple(failed[-_RECORDED_FAILURES:]), tuple(sorted(self._shifts.items())))
+        return CallsRecord(tuple(failed[-_RECORDED_FAILURES:]), tuple(sorted(self._shifts.items())), self.hands_over)
 
     def restore(self, record: CallsRecord) -> None:
         """Go on where an earlier coordinator was. Calls that it has failed stay so: ranks may have been told."""
         self._shifts = dict(record.shifts)
+        self.hands_over = record.hands_over
         for failed in record.failed:
             call = self._open_call(failed.call_id)
             self._entries.append(_Entry(call, failed.call_id, failed.position, restored=True))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ray_dcp.errors import CoordinatorLostError, GroupError, RankAbsentError, StalledError, without_keys
 from ray_dcp.gc_pause import collector_paused
@@ -19,6 +19,8 @@ from ray_dcp.settings import Limits, Phase
 
 logger = logging.getLogger(__name__)
 
+ANNOUNCE_S = 15.0
+"""How long a coordinator that starts over waits for the deputy of a rank that is not there, if there may be one."""
 SAY_EVERY_S = 30.0
 """How often a call that takes long says whom it waits for."""
 _MAX_NAMED_RANKS = 8
@@ -47,6 +49,14 @@ class _Seen:
     since_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Deputy:
+    """Who has a rank's part of a call; ``gone`` says why that has ended, empty where it has not."""
+
+    name: str
+    gone: str = ""
+
+
 class OpenCall:
     """The parts of a call's phases as they arrive, how far each rank is, and how it ended."""
 
@@ -72,6 +82,8 @@ class OpenCall:
         self._parts: dict[Phase, dict[int, _SentPart]] = {}
         self._answers: dict[Phase, Sequence[bytes]] = {}
         self._seen: dict[int, _Seen] = {}
+        self._deputies: dict[int, _Deputy] = {}
+        """By rank, who takes its part, of the ranks that have handed over."""
         self._step: _Seen | None = None
         """How far the coordinator's own step is, while it runs."""
         self._step_progress = Progress()
@@ -85,6 +97,14 @@ class OpenCall:
     def phase_now(self) -> Phase:
         """The phase that is being waited for or carried out."""
         return self._phase_now
+
+    @property
+    def is_save(self) -> bool:
+        return self._id.kind == "save"
+
+    @property
+    def generation(self) -> int:
+        return self._id.generation
 
     @property
     def checkpoint_id(self) -> str:
@@ -143,6 +163,55 @@ class OpenCall:
     def waits_for(self, rank: int) -> bool:
         """Whether the call goes on and this rank has not sent its part of the phase."""
         return not self.ended and rank not in self._parts.get(self._phase_now, {})
+
+    def hand_over(self, rank: int, deputy: str) -> None:
+        """Note that ``deputy`` takes this rank's part from now on."""
+        self._deputies[rank] = _Deputy(deputy)
+        self.see(rank, Phase.WRITE, mark=-3, nbytes=0)
+
+    def take_back(self, deputy: str, why: str, rank: int | None = None) -> None:
+        """Note that ``deputy`` takes no rank's part any more, or not that of ``rank``: a live rank takes it again."""
+        for one, having in self._deputies.items():
+            if having == _Deputy(deputy) and rank in (None, one):
+                self._deputies[one] = _Deputy(deputy, why)
+                self.see(one, Phase.WRITE, mark=-4, nbytes=0)
+
+    @property
+    def deputies(self) -> frozenset[str]:
+        """Who takes parts of this call in place of its ranks."""
+        return frozenset(having.name for having in self._deputies.values() if not having.gone)
+
+    def without_deputy(self, rank: int) -> str | None:
+        """What is to be said of a rank's deputy where the rank is lost; None where it has one, which goes on."""
+        having = self._deputies.get(rank)
+        if having is None:
+            return ""
+        return f"; {having.name}, which had taken over its part, is gone, too: {having.gone}" if having.gone else None
+
+    def has_handed_over(self, rank: int) -> bool:
+        """Whether this rank has ever handed over its part of this call."""
+        return rank in self._deputies
+
+    def may_be_announced(self, rank: int) -> bool:
+        """Whether a rank may have a deputy that the coordinator before this one knew.
+
+        What is heard of the rank itself says nothing: its messages from before may come late.
+        """
+        is_open = self.is_save and self.started_over and self.open_s <= ANNOUNCE_S
+        return is_open and rank not in self._deputies
+
+    @property
+    def goes_on_without_ranks(self) -> bool:
+        """Whether all that this save waits for are deputies, or the coordinator itself."""
+        if self.ended or not self._deputies or self._failed_while_stepping:
+            return False
+        sent = self._parts.get(Phase.WRITE, {}) if self._phase_now == Phase.WRITE else {}
+        return all(rank in sent or self.without_deputy(rank) is None for rank in range(self._world_size))
+
+    @property
+    def waits_for_ranks(self) -> list[int]:
+        """The ranks whose parts of the phase are not there."""
+        return [rank for rank in range(self._world_size) if self.waits_for(rank)]
 
     def begin_step(self, phase: Phase) -> bool:
         """Begin the coordinator's step if all parts are there, and say whether: from then on it alone decides.
@@ -223,15 +292,21 @@ class OpenCall:
         self._parts.clear()
         self._answers.clear()
 
-    def fail_overdue(self, limits: Limits) -> None:
-        """Fail the call where a rank, or the coordinator's own step, has stood still for longer than allowed."""
+    def fail_overdue(self, limits: Limits, held_up: Collection[int] = ()) -> None:
+        """Fail the call where a rank, or the coordinator's own step, has stood still for longer than allowed.
+
+        ``held_up``: ranks whose deputies are at work on an earlier save, if they have one here.
+        """
         if self.ended:
             return
         if self._step is not None:
             self._fail_overdue_step(self._step, limits)
             return
         arrived = self._parts.get(self._phase_now, {})
-        waited_for = [rank for rank in range(self._world_size) if rank not in arrived]
+        waited_for = self.waits_for_ranks
+        for rank in waited_for:
+            if rank in held_up and rank in self._deputies:
+                self._seen[rank] = replace(self._seen[rank], since_s=self._clock())
         overdue = [self._overdue(rank, limits) for rank in waited_for]
         failures = [failure for failure in overdue if failure is not None]
         if failures:
@@ -249,6 +324,8 @@ class OpenCall:
             doing = "has not come yet" if seen is None else f"is in phase {seen.phase!r}{moved}"
             quiet = "" if seen is None else f", no progress for {self._clock() - seen.since_s:.0f} s"
             texts.append(f"rank {rank} {doing}{quiet}")
+        if not waited_for:
+            texts.append("an earlier save of the group is to be committed first")
         more = len(waited_for) - len(texts)
         return (
             f"{self._id.kind} of {without_keys(self.checkpoint_id) or 'a checkpoint'} in group {self._group!r} has "

@@ -33,6 +33,7 @@ from ray_dcp.protocol.messages import (
     ResultsWithReplicas,
     SavePart,
     ShowReplicas,
+    unsealed,
 )
 from ray_dcp.protocol.steps import GlobalSaveSteps, global_save_steps
 from ray_dcp.settings import Phase
@@ -64,7 +65,7 @@ class SaveSession(Session):
                 assert planned is not None, "it is rank 0 that was asked"
                 return self._final(cast(SaveOnRankZero, self._steps).planned(planned))
             case Phase.WRITE:
-                return self._commit(WRITE.parts(parts))
+                return self._commit([unsealed(part) for part in WRITE.parts(parts)])
             case Phase.COMMIT:
                 return self._told([COMMIT.parts(parts)[0]] * len(parts))
         raise AssertionError(f"a save has no phase {phase!r}")

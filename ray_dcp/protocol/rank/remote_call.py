@@ -6,18 +6,16 @@ rank sends again all its parts so far, and goes on where it was, provided that t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pickle
 from typing import Any, ClassVar, Protocol
 
 from ray_dcp.errors import CoordinatorLostError, GroupError
 from ray_dcp.progress import Progress
 from ray_dcp.protocol.call import phase
+from ray_dcp.protocol.deputy import MAX_RESTARTS, Exchanged, HandedOver, Told
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
-from ray_dcp.protocol.messages import AnswerT, Carried, Exchange, Message, PartT, carry, decode, encode
+from ray_dcp.protocol.messages import AnswerT, CallId, Carried, Exchange, Message, PartT, carry, decode, encode
 from ray_dcp.settings import Phase
-
-_MAX_RESTARTS = 5
-"""Restarts of the coordinator that one exchange waits for: one that dies again and again is not worth more."""
 
 
 class Link(Protocol):
@@ -39,13 +37,6 @@ class Link(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchanged:
-    phase: Phase
-    message: bytes
-    answer: bytes
-
-
 class RemoteCall:
     """One rank of several: parts travel to the coordinator as messages, over a ``Link``."""
 
@@ -59,8 +50,10 @@ class RemoteCall:
         self.failed = False
         self.progress = Progress()
         self.started_over = False
+        self._is_behind = False
+        """Whether the coordinator may be another one than the last that this rank has heard of."""
         self._link = link
-        self._exchanged: list[_Exchanged] = []
+        self._exchanged: list[Exchanged] = []
 
     def exchange(self, exchange: Exchange[PartT, AnswerT], part: PartT) -> AnswerT:
         phase, message = exchange.phase, self._encoded(exchange.phase, part)
@@ -68,16 +61,40 @@ class RemoteCall:
         try:
             answer = self._send(phase, message)
         except GroupError as error:
-            rank = COORDINATOR if isinstance(error, CoordinatorLostError) else self.rank
-            failure = RankFailure.from_exception(error, rank=rank, phase=phase)
-            self.failed = True
-            raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from error
+            raise self._failed_with(error, phase) from error
         except CheckpointException as error:
             raise self.as_failed(error) from error.__cause__
         finally:
             self.progress.phase = working_on
-        self._exchanged.append(_Exchanged(phase, message, answer))
+        self._exchanged.append(Exchanged(str(phase), message, answer))
         return exchange.answer(decode(answer))
+
+    def handed_over(self, call_id: CallId) -> HandedOver:
+        """What a deputy must know to take this rank's part of the call from here on."""
+        return HandedOver(pickle.dumps(call_id), self.rank, tuple(self._exchanged))
+
+    def deputys_answer(self, exchange: Exchange[PartT, AnswerT], told: Told) -> AnswerT:
+        """The answer that this rank's deputy has been told. Raises what it has been told of a failure."""
+        self.started_over |= told.started_over
+        if not told.failed:
+            return exchange.answer(decode(told.answer))
+        error = pickle.loads(told.failure)
+        if isinstance(error, CheckpointException):
+            raise self.as_failed(error) from error.__cause__
+        raise self._failed_with(error, exchange.phase) from error
+
+    def take_back(self) -> None:
+        """Go on without the deputy: nobody here knows how far it had come, and with which coordinator.
+
+        That one may have been told of all that was sent before, and have come to another result.
+        """
+        self.started_over = self._is_behind = True
+
+    def _failed_with(self, error: Exception, phase: Phase) -> CheckpointException:
+        self.failed = True
+        rank = COORDINATOR if isinstance(error, CoordinatorLostError) else self.rank
+        failure = RankFailure.from_exception(error, rank=rank, phase=phase)
+        return CheckpointException(self.kind, self.checkpoint_id, [failure])
 
     def as_failed(self, error: CheckpointException) -> CheckpointException:
         """``error``, with which this call has failed elsewhere, for whoever is at work here."""
@@ -94,7 +111,10 @@ class RemoteCall:
 
     def _send(self, phase: Phase, message: bytes) -> bytes:
         """The answer, from this coordinator or, when it dies, from the next one."""
-        for _ in range(_MAX_RESTARTS):
+        if self._is_behind:
+            self._is_behind = False
+            self._catch_up()
+        for _ in range(MAX_RESTARTS):
             try:
                 return self._link.send(phase, message)
             except CoordinatorLostError:
@@ -112,7 +132,7 @@ class RemoteCall:
         self._link.reconnect()
         for earlier in self._exchanged:
             try:
-                answer = self._link.send(earlier.phase, earlier.message)
+                answer = self._link.send(Phase(earlier.phase), earlier.message)
             except CoordinatorLostError:
                 return  # it died once more; whoever sends next finds out
             if answer != earlier.answer and decode(answer) != decode(earlier.answer):
@@ -133,7 +153,7 @@ class RemoteCall:
 
     def _tell(self, failure: RankFailure) -> None:
         """Deliver a failure: to the next coordinator where this one dies, since others may wait there for this rank."""
-        for _ in range(_MAX_RESTARTS):
+        for _ in range(MAX_RESTARTS):
             try:
                 self._link.tell(failure)
             except CoordinatorLostError:
