@@ -37,22 +37,25 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.names import METADATA, is_newer, parse_shard_file, shard_files_named_in
 from ray_dcp.progress import advance
-from ray_dcp.protocol.call import Call, phase
+from ray_dcp.protocol.call import Call, agree, phase
 from ray_dcp.protocol.coordinator.coordinator import Coordinator, CoordinatorRecord
 from ray_dcp.protocol.coordinator.membership import JoinRequest
 from ray_dcp.protocol.coordinator.open_call import OpenCall
+from ray_dcp.protocol.deputy import DeputyCall, SealedPart, Told
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
-from ray_dcp.protocol.messages import ARRIVE, CallId, decode
+from ray_dcp.protocol.messages import ARRIVE, WRITE, CallId, decode, encode, told_to_deputy
 from ray_dcp.protocol.rank.load import LoadRequest, load
 from ray_dcp.protocol.rank.remote_call import RemoteCall
 from ray_dcp.protocol.rank.save import plan_save, stage_save, write_save
 from ray_dcp.protocol.solo import SoloCall
-from ray_dcp.protocol.steps import default_load_planner, load_steps
+from ray_dcp.protocol.steps import SaveSteps, default_load_planner, load_steps
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import Limits, Phase
 from ray_dcp.store import parallel
 from ray_dcp.store.open import register_scheme
 from ray_dcp.store.store import ObjectWriter, StoredObject
+from ray_dcp.trace_points import Point, reached
+from ray_dcp.write.results import WrittenColumns
 from tests.ranks import save_request
 
 STALL_S = 5
@@ -74,6 +77,7 @@ EXPECTED_ERRORS = {
     "SupersededError",
 }
 """What a save or load may fail with when ranks and stores fail: all else is a bug."""
+HANDED_OVER = "handed over"
 SHAPE = (5, 2)
 _worlds: dict[str, World] = {}
 _names = itertools.count()
@@ -308,7 +312,7 @@ class World:
 
     def _note_shard(self, checkpoint: str, attempt: str) -> None:
         fiber = Fiber.current
-        assert isinstance(fiber, RankFiber)
+        assert isinstance(fiber, RankFiber | DeputyFiber)
         if self.tags.setdefault(attempt, fiber.op.tag) != fiber.op.tag:
             self.wrong(f"attempt {attempt} of {checkpoint} mixes the saves {self.tags[attempt]} and {fiber.op.tag}")
 
@@ -329,6 +333,8 @@ class World:
             self.wrong(f"{checkpoint}: {attempt} is committed after its ranks were told that it has failed")
         if step.epoch < step.group.epoch:
             self.committed_unseen.add(attempt)
+        if step.epoch == step.group.epoch and attempt in step.group.attempts_in_order[1:]:
+            self.wrong(f"{checkpoint}: {attempt} is committed before {step.group.attempts_in_order[0]}")
         if missing := files - self.objects.keys():
             self.wrong(f"{checkpoint}: {attempt} is committed without {sorted(missing)}")
         self.committed[checkpoint] = attempt
@@ -422,6 +428,12 @@ class SteppingStore:
 
     @contextmanager
     def _put_new(self, key: str) -> Iterator[ObjectWriter]:
+        fiber = Fiber.current
+        if isinstance(fiber, RankFiber) and fiber.laying_out is not None:
+            writer = _Writer()
+            yield writer
+            fiber.laying_out[key] = bytes(writer.buffer)
+            return
         pause_here(f"store create {key}")
         writer = _Writer()
         yield writer
@@ -441,6 +453,13 @@ class SteppingStore:
         if max(offset, end) > len(content):
             raise ObjectTooShortError(f"{len(content)} bytes are there", url=self.url, key=key)
         return content[offset:end]
+
+    def has(self, key: str, content: bytes) -> bool:
+        """Whether this object is there; one with other bytes must not be."""
+        there = self._world.objects.get(self._place(key))
+        if there is not None and there != content:
+            self._world.wrong(f"{key} is there with other bytes than its rank has handed over")
+        return there is not None
 
     def list(self, prefix: str = "") -> Sequence[StoredObject]:
         pause_here(f"store list {prefix}")
@@ -486,7 +505,8 @@ class Op:
     kind: str
     checkpoint: str
     tag: int
-    staged: bool
+    staged: bool | str
+    """Whether it goes on in the background; ``HANDED_OVER`` where an agent writes it."""
 
 
 @dataclass
@@ -539,6 +559,9 @@ class RankFiber(Fiber):
         self.call_id = CallId(process.generation, process.num_calls, op.kind, location)
         self.earlier = [fiber for fiber in process.fibers if not fiber.done]
         self.in_background = False
+        self.has_handed_over = False
+        self.laying_out: dict[str, bytes] | None = None
+        """What it writes, while that goes to no store."""
         self.attempt: str | None = None
         self.looked_in_vain = False
         """Something failed where it asked the store what is committed."""
@@ -586,9 +609,14 @@ class RankFiber(Fiber):
         return super().failure_here()
 
     def _settle(self) -> None:
-        """As ``BackgroundSaves``: a save or load waits for the save before it."""
+        """A save or load waits for the save before it, unless that is handed over and the only one."""
+
+        def may_go_on() -> bool:
+            going_on = [fiber for fiber in self.earlier if not fiber.done]
+            return not going_on or (len(going_on) == 1 and going_on[0].has_handed_over)
+
         with phase(self.call, Phase.COLLECT):
-            self.pause("settle", ready=lambda: all(fiber.done for fiber in self.earlier))
+            self.pause("settle", ready=may_go_on)
 
     def _save(self) -> Metadata:
         self._settle()
@@ -600,12 +628,41 @@ class RankFiber(Fiber):
         if self.op.staged:
             planned = stage_save(planned, self.call)
             self.in_background = True
-        metadata = write_save(planned, self.call)
+        metadata = self._in_other_hands(planned) if self.op.staged == HANDED_OVER else write_save(planned, self.call)
         attempts = {parse_shard_file(info.relative_path).attempt for info in metadata.storage_data.values()}
         committed = self.group.world.history.get(f"/{self.op.checkpoint}", [])
         if len(attempts) != 1 or not attempts <= set(committed):
             self.group.world.wrong(f"{self.name} was told that {attempts} is committed, but only {committed} are")
         return metadata
+
+    def _in_other_hands(self, planned: SaveSteps) -> Metadata:
+        """As ``write_save``, by an agent, or by this rank in its place where the agent is gone."""
+        with phase(self.call, Phase.STAGE), at_once(), torch.no_grad():
+            self.laying_out = files = {}
+            results = planned.write()
+            self.laying_out = None
+        part = SealedPart(encode(results), b"") if isinstance(results, WrittenColumns) else results
+        job = self.group.agent_of(self.process).take(self, files, encode(part))
+        try:
+            self.pause("hand over", ready=lambda: job.announced or job.done or not job.agent.alive)
+            self.has_handed_over = job.announced
+            self.in_background = True
+            self.pause("agent", ready=lambda: job.done or not job.agent.alive)
+            told = job.deputy.told
+            if told is not None and not told.taken_back:
+                committed = self.call.deputys_answer(WRITE, told)
+            else:
+                self.call.take_back()
+                with phase(self.call, Phase.WRITE):
+                    write_files(self.call.checkpoint_id, files)
+                    reached(Point.BEFORE_RESULT)
+                committed = agree(self.call, WRITE, part, planned.asked)
+        except CheckpointException:
+            found = planned.committed_by_then() if self.call.started_over else None
+            if found is None:
+                raise
+            committed = found
+        return planned.end(committed)
 
     def _load(self) -> int:
         self._settle()
@@ -667,6 +724,142 @@ class Link:
         """There always is a coordinator."""
 
 
+def write_files(location: str, files: dict[str, bytes]) -> None:
+    """Write what rank and deputy write alike; where the other one has, it is there."""
+    store = SteppingStore(location)
+    for key, content in files.items():
+        pause_here(f"store get {key}")
+        if store.has(key, content):
+            continue
+        with store.put_new(key) as file:
+            file.write(content)
+
+
+@dataclass
+class Agent:
+    """The process that has what ranks of one node have handed over."""
+
+    name: str
+    group: Group
+    alive: bool = True
+    called_lost: bool = False
+    """Whether any coordinator was told so, truly or not."""
+    jobs: list[DeputyFiber] = field(default_factory=list)
+
+    def take(self, fiber: RankFiber, files: dict[str, bytes], message: bytes) -> DeputyFiber:
+        before = [job for job in self.jobs if job.process is fiber.process and not job.done]
+        self.jobs.append(DeputyFiber(self, fiber, files, message, before[-1] if before else None))
+        return self.jobs[-1]
+
+
+class DeputyFiber(Fiber):
+    """An agent in one save of one rank."""
+
+    def __init__(
+        self, agent: Agent, fiber: RankFiber, files: dict[str, bytes], message: bytes, after: DeputyFiber | None
+    ) -> None:
+        super().__init__(f"{agent.name} for {fiber.name}", agent.group, self._do)
+        self.agent = agent
+        self.process, self.op, self.call_id, self.attempt = fiber.process, fiber.op, fiber.call_id, fiber.attempt
+        self.files, self.message = files, message
+        self.after = after
+        self.epochs = {agent.group.epoch}
+        self.announced = False
+        self.announced_in = -1
+        """The latest coordinator that knows of this deputy."""
+        self.sending: tuple[str, bytes] | None = None
+        self.written = False
+        handed_over = fiber.call.handed_over(fiber.call_id)
+        self.deputy = DeputyCall(handed_over, DeputysLink(self), after=after.deputy if after is not None else None)
+
+    def _do(self) -> None:
+        try:
+            told = self.deputy.hand_over()
+        except CoordinatorLostError:
+            return
+        self.announced = not told.failed
+        if told.failed:
+            return
+        self.pause("turn", ready=lambda: self.after is None or self.after.written or self.after.done)
+        try:
+            write_files(self.call_id.checkpoint_id, self.files)
+        except (StoreError, RuntimeError) as error:
+            self.deputy.fail(error)
+            return
+        self.written = True
+        told = self.deputy.deliver(self.message)
+        if told.failed and not told.started_over:
+            self._require_not_committed(pickle.loads(told.failure))
+
+    def _require_not_committed(self, error: Exception) -> None:
+        world = self.group.world
+        if (
+            isinstance(error, CheckpointException)
+            and error.phase != "commit"
+            and all(failure.rank != COORDINATOR for failure in error.rank_failures)
+            and world.committed.get(f"/{self.op.checkpoint}") == self.attempt
+            and self.attempt not in world.committed_unseen
+        ):
+            world.wrong(f"{self.name} was told that it failed, but {self.attempt} is committed: {error}")
+
+
+class DeputysLink:
+    """As ``Link``, for a deputy: what travels is bytes."""
+
+    def __init__(self, fiber: DeputyFiber) -> None:
+        self._fiber = fiber
+        self.group = fiber.group.name
+
+    def hand_over(self, call_id: bytes, rank: int) -> Told:
+        def ask(to: Coordinator) -> CheckpointException | None:
+            failure = to.hand_over(pickle.loads(call_id), rank, fiber.agent.name)
+            for job in fiber.agent.jobs:
+                if job.process is fiber.process and job.call_id == pickle.loads(call_id):
+                    job.announced_in = fiber.group.epoch
+            return failure
+
+        fiber = self._fiber
+        return self._ask("hand over", ask)
+
+    def hand_back(self, call_id: bytes, rank: int, why: str) -> Told:
+        self._fiber.announced_in = -1
+        return self._ask("hand back", lambda to: to.hand_back(pickle.loads(call_id), rank, self._fiber.agent.name, why))
+
+    def fail(self, call_id: bytes, rank: int, error: bytes, traced: str) -> Told:
+        failure = RankFailure.of_deputy(error, rank=rank, phase=Phase.WRITE, traced=traced)
+        return self._ask("failure", lambda to: to.fail(pickle.loads(call_id), rank, failure))
+
+    def deliver(self, call_id: bytes, rank: int, phase: str, message: bytes, again: bool) -> Told:
+        fiber, group = self._fiber, self._fiber.group
+        fiber.sending = (phase, message)
+
+        def answer() -> bytes:
+            wait = group.deliver(pickle.loads(call_id), rank, phase, message)
+            fiber.epochs.add(wait.epoch)
+            fiber.pause(f"answer {phase}", ready=lambda: wait.lost or wait.future.done())
+            if wait.lost:
+                raise CoordinatorLostError("died", group=group.name)
+            return wait.future.result(timeout=0)
+
+        return self._ask(phase, lambda to: answer())
+
+    def reconnect(self) -> None:
+        """There always is a coordinator."""
+
+    def _ask(self, what: str, ask: Callable[[Coordinator], bytes | CheckpointException | None]) -> Told:
+        fiber, group = Fiber.current, self._fiber.group
+        assert isinstance(fiber, DeputyFiber)  # this one, or a later one of its rank that announces both
+        epoch = group.epoch
+        fiber.pause(f"send {what}")
+        fiber.sending = None
+        if group.epoch != epoch:
+            raise CoordinatorLostError("died", group=group.name)
+        told = told_to_deputy(lambda: ask(group.coordinator))
+        if told.coordinator_lost:
+            raise CoordinatorLostError(told.text, group=group.name)
+        return told
+
+
 class Group:
     """A group's processes and its coordinator, which may be another one tomorrow (``epoch``)."""
 
@@ -679,6 +872,8 @@ class Group:
         self.processes: list[Process] = []
         self.ops: dict[int, list[Op]] = {}
         self.steps: list[Fiber] = []
+        self.agents: list[Agent] = []
+        self.restarted_s = 0.0
         self.waits: list[Wait] = []
         self._incarnations = itertools.count()
         self._members = itertools.count()
@@ -718,7 +913,37 @@ class Group:
     def fibers(self) -> list[Fiber]:
         """Those that can go on."""
         of_ranks = [one for process in self.processes for fiber in process.fibers for one in (fiber, *fiber.helpers)]
-        return [fiber for fiber in (*of_ranks, *self.steps) if fiber.runnable]
+        return [fiber for fiber in (*of_ranks, *self.jobs, *self.steps) if fiber.runnable]
+
+    @property
+    def jobs(self) -> list[DeputyFiber]:
+        """What agents that live have not done yet."""
+        return [job for agent in self.agents if agent.alive for job in agent.jobs if not job.done]
+
+    def agent_of(self, process: Process) -> Agent:
+        """The agent of this rank's node: ranks with even numbers are on one, the others on another."""
+        node = f"{self.name}'s agent {process.rank % 2}"
+        living = [agent for agent in self.agents if agent.alive and agent.name.startswith(node)]
+        if not living:
+            living = [Agent(f"{node}.{len(self.agents)}", self)]
+            self.agents += living
+        return living[-1]
+
+    def kill_agent(self, agent: Agent, *, delivered: bool) -> None:
+        """The agent ends, unnoticed so far. What it was sending may still arrive."""
+        agent.alive = False
+        for job in agent.jobs:
+            if not job.done:
+                sending, epoch = job.sending, self.epoch
+                job.kill()
+                if sending is not None and delivered and epoch in job.epochs:
+                    with suppress(GroupError):
+                        self.deliver(job.call_id, job.process.rank, *sending)
+
+    def tell_agent_lost(self, agent: Agent) -> None:
+        """The coordinator hears that it is dead, whether that is true or not."""
+        agent.called_lost = True
+        self.coordinator.deputy_lost(agent.name, "killed")
 
     @property
     def unfinished(self) -> list[RankFiber]:
@@ -786,6 +1011,7 @@ class Group:
         """Another process takes over; the old one's steps end with it, or go on for a while where nobody sees it."""
         old = self.epoch
         self.epoch += 1
+        self.restarted_s = self.now_s
         for number, wait in enumerate(self.waits):
             if wait.epoch == old:
                 wait.lost = not wait.future.done() or bool(lost_answers >> number % 8 & 1)
@@ -836,12 +1062,62 @@ class Group:
             if call_id.generation == self.coordinator.generation:
                 self.world.wrong(f"{call_id} of rank {rank} was refused as stale")
             raise
-        if call_id.generation != self.coordinator.generation:
+        call = self.find(call_id, rank)
+        if call is None:
             self.world.wrong(f"{call_id} of rank {rank} was taken at generation {self.coordinator.generation}")
-        wait = Wait(call_id, rank, phase, message, self.epoch, self.coordinator._calls.find(call_id, rank), future)
+        wait = Wait(call_id, rank, phase, message, self.epoch, call, future)
         self.waits.append(wait)
         future.add_done_callback(lambda _: self._note_answer(wait))
         return wait
+
+    @property
+    def saves_in_order(self) -> list[OpenCall]:
+        """The saves that go on, those of older generations first."""
+        older = [one for generation in self.coordinator._older for one in generation.open_saves]
+        return [*older, *self.coordinator._calls.open_saves]
+
+    @property
+    def attempts_in_order(self) -> list[str | None]:
+        """What they are attempts at; None of those that have no plan yet."""
+        return [call.attempt for call in self.saves_in_order]
+
+    def find(self, call_id: CallId, rank: int) -> OpenCall | None:
+        """The call of the current generation, or the save of an older one that was in the hands of deputies."""
+        if call_id.generation == self.coordinator.generation:
+            return self.coordinator._calls.find(call_id, rank)
+        older = [one for one in self.coordinator._older if one.number == call_id.generation]
+        return older[0].find(call_id, rank) if older else None
+
+    def _jobs_of(self, call: OpenCall | None, rank: int) -> list[DeputyFiber]:
+        """What agents have of a rank's part of this call, whether or not they live."""
+        jobs = [job for agent in self.agents for job in agent.jobs if job.process.rank == rank]
+        return [job for job in jobs if call is not None and self.find(job.call_id, rank) is call]
+
+    def _is_in_good_hands(self, call: OpenCall | None, rank: int) -> bool:
+        """Whether a rank's part is an agent's that lives, and the coordinator knows, or has to wait for its word."""
+        return any(
+            job.announced
+            and not job.done
+            and job.agent.alive
+            and not job.agent.called_lost
+            and (job.announced_in == self.epoch or self.now_s == self.restarted_s)
+            for job in self._jobs_of(call, rank)
+        )
+
+    def _require_cause(self, wait: Wait, error: CheckpointException) -> None:
+        """No save fails for a rank whose part is in good hands, nor for a new generation if that is so of all."""
+        for failure in error.rank_failures:
+            missed = failure.error_type == "RankLostError" or "gone on to a later" in failure.message
+            if missed and self._is_in_good_hands(wait.call, failure.rank):
+                self.world.wrong(f"{wait.call_id} failed for rank {failure.rank}, which has a deputy: {error}")
+        ranks = [one.rank for one in self.processes if one.generation == wait.call_id.generation]
+        hands = [
+            self._is_in_good_hands(wait.call, rank)
+            and any(job.announced_in == self.epoch for job in self._jobs_of(wait.call, rank))
+            for rank in ranks
+        ]
+        if isinstance(error.__cause__, StaleGenerationError) and hands and all(hands):
+            self.world.wrong(f"{wait.call_id} ended with its generation, and all ranks have deputies: {error}")
 
     def _note_answer(self, wait: Wait) -> None:
         """All ranks of a call hear the same of one coordinator: that it is done, or one and the same failure."""
@@ -853,6 +1129,7 @@ class Group:
         error = wait.future.exception(0)
         if isinstance(error, CheckpointException):
             ended = f"failed in {error.phase}: ranks {error.failed_ranks}: {error.args[0]}"
+            self._require_cause(wait, error)
             if wait.call is not None and wait.call.attempt:
                 self.world.told_failed.setdefault(wait.call.attempt, self.epoch)
         elif wait.phase == last:
@@ -917,20 +1194,32 @@ class Group:
 
     def check_waits(self) -> None:
         """Nobody can go on: then whoever waits, waits for a rank that has not come and may still come."""
-        for fiber in self.unfinished:
-            if fiber.call_id.generation != self.coordinator.generation:
+        for fiber in (*self.unfinished, *self.jobs):
+            generation_is_over = fiber.call_id.generation != self.coordinator.generation
+            if generation_is_over and self.find(fiber.call_id, fiber.process.rank) is None:
                 self.world.wrong(f"{fiber.name} still waits after its generation has ended")
             elif not self._may_wait(fiber):
                 self.world.wrong(f"{fiber.name} waits at {fiber.place!r} for nobody")
 
-    def _may_wait(self, fiber: RankFiber) -> bool:
-        call = self.coordinator._calls.find(fiber.call_id, fiber.process.rank)
-        if fiber.place == "settle":
-            return True  # for another one of its own, which is looked at by itself
+    def _may_wait(self, fiber: RankFiber | DeputyFiber) -> bool:
+        call = self.find(fiber.call_id, fiber.process.rank)
+        if fiber.place in ("settle", "hand over", "agent", "turn"):
+            return True  # for another one of its own, or its deputy, which is looked at by itself
         if call is None or call.ended:
             return False
-        for other in self.members:
-            if other.known_lost or not call.waits_for(other.rank):
+        if call in self.saves_in_order[1:] and not call.waits_for_ranks:
+            return True  # for an earlier save, whose ranks are looked at by themselves
+        for other in [one for one in self.processes if one.generation == fiber.call_id.generation]:
+            if not call.waits_for(other.rank):
+                continue
+            if self.coordinator._calls.may_be_announced(call, other.rank):
+                return True
+            jobs = self._jobs_of(call, other.rank)
+            if any(not job.done and job.agent.alive for job in jobs):
+                return True
+            if any(not job.agent.alive and job.agent.name in call.deputies for job in jobs):
+                return True  # it is gone, and the coordinator has not heard of that
+            if other.known_lost:
                 continue  # a lost rank fails the call; one of which nobody knows does not
             if not other.alive:
                 return True
@@ -939,7 +1228,7 @@ class Group:
                 if any(one.place == "settle" for one in unfinished):
                     return True
                 continue  # in another call, which waits as well
-            here = [one for one in other.fibers if self.coordinator._calls.find(one.call_id, other.rank) is call]
+            here = [one for one in other.fibers if self.find(one.call_id, other.rank) is call]
             if not here or any(len(fiber.epochs | one.epochs) > 1 for one in here):
                 return True  # it may yet come, or had its answer of a coordinator before
         return False

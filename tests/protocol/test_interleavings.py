@@ -32,6 +32,8 @@ from ray_dcp.write.commit import Commit
 from tests.conftest import interleavings
 from tests.protocol.interleavings import (
     EPOCH_S,
+    HANDED_OVER,
+    DeputyFiber,
     Fiber,
     Group,
     Op,
@@ -48,7 +50,14 @@ TO_ITS_END = 1000
 ROUNDS = 200
 checkpoints = st.sampled_from(CHECKPOINTS)
 sizes = st.integers(1, 4)
-disasters = st.sampled_from(["die", "called dead", "coordinator dies", "re-form", "leave"])
+disasters = st.sampled_from(
+    ["die", "called dead", "coordinator dies", "re-form", "leave", "agent dies", "agent called dead", "both die"]
+)
+flips = st.booleans()
+deputy_at = st.sampled_from(
+    ["send hand over", "turn", "store create", "store close", "send write", "answer write", "store put .metadata"]
+)
+deaths = st.lists(st.sampled_from(["all ranks die", "die", "agent dies", "both die", "coordinator dies", "re-form"]))
 places = st.sampled_from(
     [
         "store put .metadata",
@@ -59,6 +68,9 @@ places = st.sampled_from(
         "store close",
         "send",
         "answer write",
+        "send hand over",
+        "turn",
+        "agent",
         "store delete",
         "point mid read",
     ]
@@ -67,6 +79,7 @@ accidents = st.sampled_from(["none", "none", "fail", "fail", "die", "coordinator
 which = st.integers(0, 7)
 slips = st.sampled_from(["skip", "twice", "swap"])
 groups = st.sampled_from([0, 0, 0, 1])
+stagings = st.sampled_from([False, True, HANDED_OVER, HANDED_OVER])
 kinds = st.sampled_from(["save", "save", "save", "load", "barrier"])
 pauses = st.sampled_from([1, 1, 2, 3, 5, 8, 13, 21, TO_ITS_END, TO_ITS_END])
 
@@ -113,7 +126,7 @@ class Interleavings(RuleBasedStateMachine):
         for process in waiting[:how_many]:
             group.join(process)
 
-    @rule(group=groups, kind=kinds, checkpoint=checkpoints, staged=st.booleans(), world_size=sizes, how_far=pauses)
+    @rule(group=groups, kind=kinds, checkpoint=checkpoints, staged=stagings, world_size=sizes, how_far=pauses)
     def call(self, group: int, kind: str, checkpoint: str, staged: bool, world_size: int, how_far: int) -> None:
         """All ranks begin the next call, of a new generation where the last one has lost a rank."""
         chosen = self.groups[group]
@@ -123,14 +136,14 @@ class Interleavings(RuleBasedStateMachine):
             self.start_call(chosen, process, kind, checkpoint, staged)
         self.all_go_on(0, how_far)
 
-    @rule(group=groups, rank=which, kind=kinds, checkpoint=checkpoints, staged=st.booleans())
+    @rule(group=groups, rank=which, kind=kinds, checkpoint=checkpoints, staged=stagings)
     def begin(self, group: int, rank: int, kind: str, checkpoint: str, staged: bool) -> None:
         """One rank does, of any generation."""
         chosen = self.groups[group]
         if processes := [one for one in chosen.processes if one.alive and one.generation is not None]:
             self.start_call(chosen, processes[-1 - rank % len(processes)], kind, checkpoint, staged)
 
-    @rule(group=groups, rank=which, how=slips, kind=kinds, staged=st.booleans())
+    @rule(group=groups, rank=which, how=slips, kind=kinds, staged=stagings)
     def slip(self, group: int, rank: int, how: str, kind: str, staged: bool) -> None:
         """One rank leaves out a call, makes its last one again (it caught an error), or swaps the next two."""
         chosen = self.groups[group]
@@ -168,14 +181,41 @@ class Interleavings(RuleBasedStateMachine):
         for fiber in fibers[who % len(fibers) :] + fibers[: who % len(fibers)] if fibers else []:
             self.let_run(fiber, how_far)
 
-    @rule(place=places, then=accidents, who=which)
-    def until(self, place: str, then: str, who: int) -> None:
-        """All go on until they wait or have come to a place where it matters what happens next."""
+    @rule(
+        group=groups,
+        checkpoint=checkpoints,
+        world_size=sizes,
+        place=deputy_at,
+        dead=deaths,
+        which=which,
+        one=flips,
+    )
+    def hand_over(
+        self, group: int, checkpoint: str, world_size: int, place: str, dead: list[str], which: int, one: bool
+    ) -> None:
+        """All ranks save by their agents, and when those are somewhere on their way others die."""
+        self.call(group, "save", checkpoint, HANDED_OVER, world_size, 1)
+        self.go_on_until(place)
+        chosen = self.groups[group]
+        for what in dead:
+            if what == "all ranks die":
+                for process in [one for one in chosen.members if one.alive]:
+                    chosen.kill(process, delivered=one)
+                    chosen.tell_lost(process)
+            else:
+                self.disaster(group, what, which, one, one)
+
+    def go_on_until(self, place: str) -> None:
         Fiber.stops_at = place
         while fibers := [fiber for fiber in self.runnable() if not fiber.place.startswith(place)]:
             for fiber in fibers:
                 self.let_run(fiber, TO_ITS_END, place)
         Fiber.stops_at = None
+
+    @rule(place=places, then=accidents, who=which)
+    def until(self, place: str, then: str, who: int) -> None:
+        """All go on until they wait or have come to a place where it matters what happens next."""
+        self.go_on_until(place)
         if there := self.runnable():
             self.meet(there[who % len(there)], then, who)
 
@@ -184,6 +224,10 @@ class Interleavings(RuleBasedStateMachine):
             fiber.run(failure)
         elif accident == "die":
             fiber = fiber.owner if isinstance(fiber, ReadingFiber) else fiber
+            if isinstance(fiber, DeputyFiber):
+                fiber.group.kill_agent(fiber.agent, delivered=who % 2 == 0)
+                fiber.group.tell_agent_lost(fiber.agent)
+                return
             members = [fiber.process] if isinstance(fiber, RankFiber) else fiber.group.members
             process = members[who % len(members)] if members else None
             if process is not None and process.alive:
@@ -215,6 +259,8 @@ class Interleavings(RuleBasedStateMachine):
             chosen.restart_coordinator(steps_go_on=one, lost_answers=rank * 37)
         elif what == "re-form":
             self.form(chosen, rank % 4 + 1, 4 if one else rank // 2, incarnations=other)
+        elif what in ("agent dies", "agent called dead", "both die"):
+            self.agent_disaster(chosen, what, member, rank, one, other)
         elif member is None:
             return
         elif what == "die":
@@ -225,6 +271,23 @@ class Interleavings(RuleBasedStateMachine):
             chosen.tell_lost(member)
         elif what == "leave" and not member.busy:
             chosen.leave(member)
+
+    def agent_disaster(
+        self, group: Group, what: str, member: Process | None, which: int, one: bool, other: bool
+    ) -> None:
+        living = [agent for agent in group.agents if agent.alive]
+        if not living:
+            return
+        agent = living[which % len(living)]
+        if what == "both die" and member is not None:
+            agent = group.agent_of(member)
+            group.kill(member, delivered=one)
+        if what != "agent called dead":
+            group.kill_agent(agent, delivered=one)
+        if what == "agent called dead" or other:
+            group.tell_agent_lost(agent)
+        if what == "both die" and member is not None and (one or not other):
+            group.tell_lost(member)
 
     @rule(group=groups, seconds=st.sampled_from([2, 6, 13]))
     def time_passes(self, group: int, seconds: int) -> None:
@@ -262,7 +325,8 @@ class Interleavings(RuleBasedStateMachine):
                 self.come_to_an_end()
                 self.go_on_afterwards()
         finally:
-            for fiber in (one for group in self.groups for one in (*group.unfinished, *group.steps) if not one.done):
+            left = (one for group in self.groups for one in (*group.unfinished, *group.jobs, *group.steps))
+            for fiber in [one for one in left if not one.done]:
                 fiber.kill()
             self.stack.close()
 
@@ -273,6 +337,9 @@ class Interleavings(RuleBasedStateMachine):
             for process in group.processes:
                 if not process.alive and process in group.members:
                     group.tell_lost(process)
+            for agent in group.agents:
+                if not agent.alive:
+                    group.tell_agent_lost(agent)
             self.drain()
             for _ in range(ROUNDS):
                 while any([self.catch_up(group, process) for process in group.members]):
@@ -281,7 +348,7 @@ class Interleavings(RuleBasedStateMachine):
                 self.drain()
                 if not any(group.lags(process) for process in group.members if process.alive):
                     break
-            for fiber in group.unfinished:
+            for fiber in (*group.unfinished, *group.jobs):
                 self.world.wrong(f"{fiber.name} waits for ever at {fiber.place!r}")
             for wait in group.waits:
                 if wait.epoch == group.epoch and not wait.future.done():
@@ -341,8 +408,8 @@ class Interleavings(RuleBasedStateMachine):
 
     def everybody(self) -> list[Fiber]:
         of_ranks = [one for group in self.groups for fiber in group.unfinished for one in (fiber, *fiber.helpers)]
-        steps = [step for group in self.groups for step in group.steps]
-        return [one for one in (*of_ranks, *steps) if not one.done]
+        others = [one for group in self.groups for one in (*group.jobs, *group.steps)]
+        return [one for one in (*of_ranks, *others) if not one.done]
 
     def pick(self, who: int) -> Fiber | None:
         fibers = self.runnable()
@@ -383,6 +450,25 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.close()
+
+
+@pytest.mark.parametrize("reform", [False, True], ids=["", "and the group re-forms"])
+def test_a_save_that_all_ranks_have_handed_over_is_committed_when_all_of_them_die(group, reform):
+    fibers = [group.begin(process, Op("save", CHECKPOINTS[0], 1, staged=HANDED_OVER)) for process in group.members]
+    while not all(fiber.has_handed_over for fiber in fibers):
+        next(one for one in group.fibers if one.place != "turn").run()
+    for process in list(group.members):
+        group.kill(process, delivered=False)
+        group.tell_lost(process)
+    if reform:
+        group.start(1, incarnations=False)
+        group.join(group.processes[-1])
+    else:
+        group.restart_coordinator(steps_go_on=False, lost_answers=255)
+    run_all(group)
+    assert group.world.committed == {f"/{CHECKPOINTS[0]}": fibers[0].attempt}
+    assert [job.deputy.told.failed for agent in group.agents for job in agent.jobs] == [False, False]
+    group.world.check()
 
 
 def group_of(world_size: int, world: World) -> Group:
