@@ -10,6 +10,7 @@ before, and the ranks send again what they had sent in calls that go on.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import threading
 import time
@@ -28,8 +29,9 @@ from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, R
 from ray_dcp.maintenance.sweep.after_save import SweepAfterSave
 from ray_dcp.protocol.coordinator.coordinator import CHECK_INTERVAL_S, Coordinator, CoordinatorRecord
 from ray_dcp.protocol.coordinator.membership import JoinRequest
+from ray_dcp.protocol.deputy import Told
 from ray_dcp.protocol.exception import RankFailure
-from ray_dcp.protocol.messages import CallId
+from ray_dcp.protocol.messages import CallId, decode_call_id, told_to_deputy
 from ray_dcp.settings import Phase
 from ray_dcp.wording import first_line_of
 
@@ -70,6 +72,8 @@ class CoordinatorActor:
         self._keepers: list[Any] = []
         self._recorded: tuple[CoordinatorRecord, int] | None = None
         self._needed_until = time.monotonic() + _FIRST_JOIN_S
+        self._deputies: set[str] = set()
+        """The deputies that are watched."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
         gc.freeze()  # what torch has made stays; a walk over it would hold up every rank for 0.1 s
@@ -130,6 +134,37 @@ class CoordinatorActor:
         await self._start()
         self._coordinator.heartbeat(member)
 
+    # For deputies: processes without torch, which cannot read what the methods above take and return.
+
+    async def hand_over(self, call_id: bytes, rank: int, deputy: str, actor: list[Any]) -> Told:
+        await self._start()
+        told = told_to_deputy(lambda: self._coordinator.hand_over(decode_call_id(call_id), rank, deputy))
+        self._watch_deputy(deputy, actor[0])
+        return told
+
+    async def hand_back(self, call_id: bytes, rank: int, deputy: str, why: str) -> Told:
+        await self._start()
+        return told_to_deputy(lambda: self._coordinator.hand_back(decode_call_id(call_id), rank, deputy, why))
+
+    async def deliver(self, call_id: bytes, rank: int, phase: str, message: bytes, again: bool) -> Told:
+        outcome = await self.contribute(decode_call_id(call_id), rank, phase, message, again)
+        return told_to_deputy(outcome.unwrap)
+
+    async def deputy_progress(self, call_id: bytes, rank: int, deputy: str, mark: int, nbytes: int) -> Told:
+        await self._start()
+        return told_to_deputy(
+            lambda: self._coordinator.deputy_progress(decode_call_id(call_id), rank, deputy, mark, nbytes)
+        )
+
+    async def deputy_failed(self, call_id: bytes, rank: int, error: bytes, traced: str) -> Told:
+        failure = RankFailure.of_deputy(error, rank=rank, phase=Phase.WRITE, traced=traced)
+        outcome = await self.fail(decode_call_id(call_id), rank, failure)
+        return told_to_deputy(outcome.unwrap)
+
+    async def deputy_lost(self, deputy: str, why: str) -> None:
+        await self._start()
+        self._coordinator.deputy_lost(deputy, why)
+
     async def fail(self, call_id: CallId, rank: int, failure: RankFailure) -> Outcome:
         await self._start()
         try:
@@ -189,6 +224,20 @@ class CoordinatorActor:
         self._coordinator.member_lost(member, why)
         self._needed_until = time.monotonic() + _LINGER_S
 
+    def _watch_deputy(self, deputy: str, handle: Any) -> None:
+        if deputy not in self._deputies:
+            self._deputies.add(deputy)
+            self._spawn(self._tell_death_of_deputy(deputy, handle))
+
+    async def _tell_death_of_deputy(self, deputy: str, handle: Any) -> None:
+        """Watch a deputy, whose name is that of its process, for as long as it has a part of any call."""
+        has_part = functools.partial(self._coordinator.has_part_with, deputy)
+        why = await self._death_of(handle, process=deputy, while_true=has_part)
+        self._deputies.discard(deputy)
+        if has_part():
+            self._coordinator.deputy_lost(deputy, why)
+        self._needed_until = max(self._needed_until, time.monotonic() + _LINGER_S)
+
     def _watch_keeper(self, handle: Any) -> None:
         self._keepers.append(handle)
         self._spawn(self._outlive(handle))
@@ -228,7 +277,7 @@ class CoordinatorActor:
             await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _end_when_unneeded(self) -> None:
-        while self._keepers or self._coordinator.num_members or time.monotonic() < self._needed_until:
+        while self._keepers or self._coordinator.is_needed or time.monotonic() < self._needed_until:
             await asyncio.sleep(0.1)
         end_record(self._name)
         ray.kill(ray.get_runtime_context().current_actor)
