@@ -36,7 +36,12 @@ class _ThreadLink:
         self._rank = rank
 
     def send(self, phase: str, message: bytes) -> bytes:
-        return self._ranks.coordinator.contribute(self._call_id, self._rank, phase, message).result(timeout=within(30))
+        answer = self._ranks.coordinator.contribute(self._call_id, self._rank, phase, message)
+        self._ranks.waiting.add(self._rank)
+        try:
+            return answer.result(timeout=within(30))
+        finally:
+            self._ranks.waiting.discard(self._rank)
 
     def tell(self, failure: RankFailure) -> None:
         self._ranks.coordinator.fail(self._call_id, self._rank, failure)
@@ -64,6 +69,8 @@ class ThreadRanks:
         ]
         self.generation = joins[0].result(timeout=0)
         self._num_calls = [0] * world_size
+        self.waiting: set[int] = set()
+        """The ranks that have sent a part and wait for its answer."""
 
     def call(self, rank: int, kind: str, checkpoint_id: str = "") -> RemoteCall:
         call_id = CallId.named(self.generation, self._num_calls[rank], kind, checkpoint_id)

@@ -54,7 +54,10 @@ def ranks_with_a_clock(execute: Callable[[Callable[[], None]], None] = in_a_thre
 
 
 def run_with(standstill: Standstill, ranks: ThreadRanks, now: list[float], on_rank) -> list:
-    """How ``on_rank`` ended on both ranks; the one that stands still moves again when the other has its answer."""
+    """How ``on_rank`` ended on both ranks; the one that stands still moves again when the other has its answer.
+
+    Time passes while that one waits: a rank that is at work here may take as long as the machine takes.
+    """
 
     def numbered(rank: int):
         standstill.rank.number = rank
@@ -67,7 +70,8 @@ def run_with(standstill: Standstill, ranks: ThreadRanks, now: list[float], on_ra
     def pass_time() -> None:
         assert standstill.reached.wait(30)
         while not standstill.released.is_set():
-            now[0] += CHECK_INTERVAL_S
+            if 0 in ranks.waiting:
+                now[0] += CHECK_INTERVAL_S
             ranks.coordinator.check_limits()
             time.sleep(0.001)
 
