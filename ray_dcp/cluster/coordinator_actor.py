@@ -23,6 +23,7 @@ import tenacity
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dcp.cluster.coordinator_door import CoordinatorDoor
 from ray_dcp.cluster.group_record import NAMESPACE, GroupRecord, end_record, read_record, write_record
 from ray_dcp.cluster.process import process_name_of
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
@@ -60,7 +61,7 @@ class Outcome:
 
 
 class CoordinatorActor:
-    """The coordinator's actor. Each method is a shell around one of ``Coordinator``; see there."""
+    """The coordinator's actor, behind a ``CoordinatorDoor``. Each method is a shell around one of ``Coordinator``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -301,7 +302,7 @@ def ensure_coordinator(name: str, *, keeper: Any = None, timeout_s: float = STAR
     ``keeper``, an actor. Raises ``CoordinatorLostError`` when it says nothing for ``timeout_s``; it is then replaced.
     """
     handle = (
-        ray.remote(num_cpus=0)(CoordinatorActor)
+        ray.remote(num_cpus=0)(CoordinatorDoor)
         .options(
             name=f"coordinator/{name}",
             namespace=NAMESPACE,
