@@ -652,6 +652,7 @@ class RankFiber(Fiber):
             if told is not None and not told.taken_back:
                 committed = self.call.deputys_answer(WRITE, told)
             else:
+                self.pause("settle", ready=lambda: all(fiber.done for fiber in self.earlier))
                 self.call.take_back()
                 with phase(self.call, Phase.WRITE):
                     write_files(self.call.checkpoint_id, files)
