@@ -34,7 +34,14 @@ from ray_dcp.protocol.rank.load import LoadRequest
 from ray_dcp.protocol.rank.load import load as load_rank
 from ray_dcp.protocol.rank.plugin_arguments import require_planner, require_storage
 from ray_dcp.protocol.rank.report import LoadReport
-from ray_dcp.protocol.rank.save import SaveRequest, plan_save, stage_save, write_save
+from ray_dcp.protocol.rank.save import (
+    SaveRequest,
+    finish_save,
+    hand_over_save,
+    plan_save,
+    stage_save,
+    write_save,
+)
 from ray_dcp.protocol.rank.save import save as save_rank
 from ray_dcp.protocol.rank.user_staging import staged_by, when_staged
 from ray_dcp.protocol.solo import SoloGroup
@@ -304,8 +311,13 @@ def _save_behind(
     request: SaveRequest, call: Call, saves: BackgroundSaves, stager: AsyncStager | None
 ) -> AsyncSaveResponse:
     if stager is None:
-        steps = stage_save(plan_save(request, call), call)
-        return saves.start(lambda: write_save(steps, call), call)
+        steps = stage_save(plan_save(request, call), call, saves.buffers)
+        try:
+            job = hand_over_save(steps, call)
+            return saves.start(lambda: finish_save(steps, call, job), call)
+        except BaseException:
+            steps.release(to_others=call.deputy_at_work)
+            raise
     staged = staged_by(stager, request, call)
     if not isinstance(staged, Future):
         steps = plan_save(staged, call)

@@ -201,6 +201,15 @@ def share_reads_from(variables: Mapping[str, str]) -> bool:
     return flag_from(variable, variables.get(variable, "1"))
 
 
+def agents_from(variables: Mapping[str, str]) -> bool:
+    """Whether a node agent writes asynchronous saves: yes, unless ``RAY_DCP_AGENTS`` is 0 or false.
+
+    Without one a thread of the rank does, and the rank's death loses the save.
+    """
+    variable = variable_of("agents")
+    return flag_from(variable, variables.get(variable, "1"))
+
+
 # How settings are read and checked.
 
 if TYPE_CHECKING:

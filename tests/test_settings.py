@@ -18,6 +18,7 @@ from ray_dcp.settings import (
     Phase,
     ReplicaCheck,
     RetryPolicy,
+    agents_from,
     share_reads_from,
     variable_of,
 )
@@ -92,12 +93,13 @@ def test_an_observer_sees_the_points_within_the_block_only():
 
 
 @pytest.mark.parametrize(
-    ("text", "shares"), [(None, True), ("1", True), ("True", True), ("0", False), ("false", False)]
+    ("variable", "read"), [("RAY_DCP_SHARE_READS", share_reads_from), ("RAY_DCP_AGENTS", agents_from)]
 )
-def test_reads_are_shared_unless_the_variable_says_no(text, shares):
-    assert share_reads_from({} if text is None else {"RAY_DCP_SHARE_READS": text}) is shares
+@pytest.mark.parametrize(("text", "is_on"), [(None, True), ("1", True), ("True", True), ("0", False), ("false", False)])
+def test_reads_are_shared_and_agents_write_unless_the_variable_says_no(variable, read, text, is_on):
+    assert read({} if text is None else {variable: text}) is is_on
     with pytest.raises(ConfigError, match="'no' is none of 0, 1, false and true"):
-        share_reads_from({"RAY_DCP_SHARE_READS": "no"})
+        read({variable: "no"})
 
 
 def documented(default):
@@ -126,6 +128,7 @@ def test_the_documentation_has_each_setting_as_it_is():
         ("`save(replica_check=)`", "", "`RAY_DCP_REPLICA_CHECK`", ReplicaCheck().mode),
         ("`save(replica_check_nbytes=)`", "", "", documented(ReplicaCheck().max_nbytes)),
         ("", "", "`RAY_DCP_SHARE_READS`", "1"),
+        ("", "", "`RAY_DCP_AGENTS`", "1"),
         *rows(PaceSettings, "CheckpointManager"),
         *rows(RetryPolicy, "RetryPolicy", parameter_prefix=RETRY_PREFIX, variable_prefix="RETRY_"),
         *((argument, shown.get(parameter, parameter), *rest) for argument, parameter, *rest in of_s3),

@@ -24,7 +24,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.cluster.coordinator_door import CoordinatorDoor
-from ray_dcp.cluster.group_record import NAMESPACE, GroupRecord, end_record, read_record, write_record
+from ray_dcp.cluster.group_record import GroupRecord, end_record, read_record, write_record
+from ray_dcp.cluster.link import NAMESPACE, START_PATIENCE_S
 from ray_dcp.cluster.process import process_name_of
 from ray_dcp.errors import CoordinatorLostError, GroupError, JoinTimeoutError, RayDcpError
 from ray_dcp.maintenance.sweep.after_save import SweepAfterSave
@@ -40,8 +41,6 @@ _PING_INTERVAL_S = 0.5
 _LINGER_S = 10.0
 """How long it stays without ranks: a group that re-forms after a failure finds its coordinator still there."""
 _FIRST_JOIN_S = 120.0
-START_PATIENCE_S = 120.0
-"""How long the first answer of a coordinator may take: its process has to start and to import torch."""
 _HEAD_RESOURCE = "node:__internal_head__"
 _MAX_CONCURRENCY = 20_000
 """Calls of the actor in flight: one waits per rank."""

@@ -14,17 +14,19 @@ import ray
 import tenacity
 
 from ray_dcp.cluster import current
-from ray_dcp.cluster.coordinator_actor import START_PATIENCE_S, ensure_coordinator
-from ray_dcp.cluster.link import CallLink, CoordinatorLink
+from ray_dcp.cluster.agent.agent_link import AgentLink
+from ray_dcp.cluster.coordinator_actor import ensure_coordinator
+from ray_dcp.cluster.link import START_PATIENCE_S, CoordinatorLink
 from ray_dcp.cluster.process import before_actor_ends, process_name, require_own_connection
 from ray_dcp.cluster.pulse import Pulse
 from ray_dcp.errors import ConfigError, CoordinatorLostError, GroupError
 from ray_dcp.protocol.call import phase
 from ray_dcp.protocol.coordinator.membership import JoinRequest
+from ray_dcp.protocol.exception import RankFailure
 from ray_dcp.protocol.messages import ARRIVE, CallId
 from ray_dcp.protocol.rank.background import BackgroundSaves, finish_and_tell
 from ray_dcp.protocol.rank.remote_call import RemoteCall
-from ray_dcp.settings import Limits, Phase
+from ray_dcp.settings import Limits, Phase, agents_from
 
 _LEAVE_AGAIN_S = 0.2
 
@@ -51,6 +53,7 @@ class RankGroup:
             member=request.member if request.beats else None,
             heartbeat_timeout_s=request.limits.heartbeat_timeout_s,
         )
+        self._agent = AgentLink(self.name, limits=self.limits) if agents_from(os.environ) else None
         self._num_calls = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -111,6 +114,8 @@ class RankGroup:
             kind=kind,
             checkpoint_id=checkpoint_id,
             link=CallLink(self._link, call_id, self.rank),
+            call_id=call_id,
+            deputies=self._agent,
         )
         self._pulse.watch(call_id, call)
         return call
@@ -140,6 +145,7 @@ class RankGroup:
         current.forget_joined(self)
         try:
             self.background.settle()
+            self.background.buffers.close()
         finally:
             self._leave()
 
@@ -170,6 +176,28 @@ class RankGroup:
         return f"RankGroup({self.name!r}, rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
 
 
+class CallLink:
+    """The ``Link`` of one call."""
+
+    def __init__(self, link: CoordinatorLink, call_id: CallId, rank: int) -> None:
+        self._link = link
+        self._call_id = call_id
+        self._rank = rank
+        self._again = False
+
+    def send(self, phase: Phase, message: bytes) -> bytes:
+        asked = self._link.handle.contribute.remote(self._call_id, self._rank, str(phase), message, self._again)
+        answer: bytes = self._link.ask(asked).unwrap()
+        return answer
+
+    def tell(self, failure: RankFailure) -> None:
+        self._link.ask(self._link.handle.fail.remote(self._call_id, self._rank, failure)).unwrap()
+
+    def reconnect(self) -> None:
+        self._again = True
+        self._link.reconnect()
+
+
 @functools.cache  # once in a process is enough
 def _finish_before_actor_ends(timeout_s: float) -> None:
     before_actor_ends(lambda: finish_and_tell(timeout_s))
@@ -187,7 +215,7 @@ def _join(name: str, request: JoinRequest, timeout_s: float) -> tuple[Coordinato
         name, limits=request.limits, find=lambda: ensure_coordinator(name), start_patience_s=START_PATIENCE_S
     )
     actor = [] if request.beats else [ray.get_runtime_context().current_actor]
-    return link, link.ask(link.handle.join.remote(request, timeout_s, actor))
+    return link, link.ask(link.handle.join.remote(request, timeout_s, actor)).unwrap()
 
 
 def _member_name(rank: int) -> str:

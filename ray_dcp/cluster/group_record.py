@@ -14,13 +14,11 @@ from typing import Any
 
 import cloudpickle
 
+from ray_dcp.cluster.link import NAMESPACE
 from ray_dcp.cluster.ray_private import private
 from ray_dcp.protocol.coordinator.coordinator import CoordinatorRecord
 
 logger = logging.getLogger(__name__)
-
-NAMESPACE = "ray_dcp"
-"""The namespace of ray_dcp's keys in Ray's key-value store, and of the actors that it names."""
 
 
 @dataclass(frozen=True, slots=True)

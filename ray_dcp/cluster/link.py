@@ -1,4 +1,7 @@
-"""``CoordinatorLink``: a rank's way to the coordinator of its group, which may die and come back."""
+"""``CoordinatorLink``: the way to the coordinator of a group, which may die and come back, for ranks and node agents.
+
+It starts without torch, which node agents do without.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,19 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from ray_dcp.errors import CoordinatorLostError, GroupError
-from ray_dcp.protocol.exception import RankFailure
-from ray_dcp.protocol.messages import CallId
-from ray_dcp.settings import Limits, Phase
+from ray_dcp.settings import Limits
 from ray_dcp.wording import first_line_of
 
+NAMESPACE = "ray_dcp"
+"""The namespace of ray_dcp's keys in Ray's key-value store, and of the actors that it names."""
+START_PATIENCE_S = 120.0
+"""How long the first answer of a coordinator may take: its process has to start and to import torch."""
 _LOOK_EVERY_S = 1.0
 _RETRY_S = 0.1
 
 
 class CoordinatorLink:
-    """One rank's way to the coordinator of one group; all its calls share it.
+    """The way of one rank, or one node agent, to the coordinator of one group; all its calls share it.
 
     ``find`` returns the handle of a coordinator that is up; ``start_patience_s``: what its process may take to start.
     """
@@ -48,14 +53,14 @@ class CoordinatorLink:
     def ask(self, reference: Any) -> Any:
         """The answer to a question, however long it takes, as long as the coordinator lives and answers at all.
 
-        Raises ``CoordinatorLostError`` when it does not, or the error that the answer holds.
+        Raises ``CoordinatorLostError`` when it does not.
         """
         knock, knocked_s = None, time.monotonic()
         while True:
             self._require_connected()
             try:
                 with suppress(GetTimeoutError):
-                    return ray.get(reference, timeout=_LOOK_EVERY_S).unwrap()
+                    return ray.get(reference, timeout=_LOOK_EVERY_S)
                 if knock is None:
                     knock, knocked_s = self._handle.generation.remote(), time.monotonic()
                 elif ray.wait([knock], timeout=0)[0]:
@@ -98,29 +103,6 @@ class CoordinatorLink:
             f"it has not answered for {self._limits.coordinator_timeout_s:g} s (coordinator_timeout_s)",
             group=self.group,
         )
-
-
-class CallLink:
-    """The ``Link`` of one call."""
-
-    def __init__(self, link: CoordinatorLink, call_id: CallId, rank: int) -> None:
-        self._link = link
-        self._call_id = call_id
-        self._rank = rank
-        self._again = False
-
-    def send(self, phase: Phase, message: bytes) -> bytes:
-        answer: bytes = self._link.ask(
-            self._link.handle.contribute.remote(self._call_id, self._rank, str(phase), message, self._again)
-        )
-        return answer
-
-    def tell(self, failure: RankFailure) -> None:
-        self._link.ask(self._link.handle.fail.remote(self._call_id, self._rank, failure))
-
-    def reconnect(self) -> None:
-        self._again = True
-        self._link.reconnect()
 
 
 def connection_of_process() -> tuple[str, str] | None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpo
 from ray_dcp.progress import Progress, working
 from ray_dcp.protocol.exception import CheckpointException, RankFailure
 from ray_dcp.protocol.messages import AnswerT, Asked, Carries, Exchange, Message, PartT
+from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
 from ray_dcp.settings import Phase
 
 
@@ -32,6 +33,8 @@ class Call(Protocol):
     """Whether it has failed. A ``CheckpointException`` before that is of another call, such as one of a user's hook."""
     progress: Progress
     """How far this rank is; whoever waits for it looks at this."""
+    deputy_at_work: bool
+    """Whether a deputy may be at work on this rank's part, and in the memory in which that is staged."""
     started_over: bool
     """Whether the coordinator died during this call: nobody here knows how far it had come."""
 
@@ -41,6 +44,21 @@ class Call(Protocol):
 
     def report(self, failure: RankFailure) -> None:
         """Tell the others that this rank has failed; never raises."""
+        ...
+
+    def hand_over(self, part: StagedPart, *, wait: bool) -> DeputyJob | None:
+        """Give this rank's write part to a deputy, which takes it whatever becomes of the rank from then on.
+
+        None where there is no deputy; where one is just starting this may ``wait`` for it. Raises
+        ``CheckpointException`` where the call has failed.
+        """
+        ...
+
+    def await_deputy(self, exchange: Exchange[PartT, AnswerT], job: DeputyJob) -> AnswerT | None:
+        """The answer that the deputy has been told. None where the part is this rank's own again.
+
+        Raises ``CheckpointException`` when the call has failed.
+        """
         ...
 
     def carry(self, *user_objects: Any) -> Carries | None:

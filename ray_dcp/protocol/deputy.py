@@ -98,6 +98,10 @@ class DeputyLink(Protocol):
         """Fail the call with a pickled error, which has come up while this rank's part was written."""
         ...
 
+    def progress(self, call_id: bytes, rank: int, mark: int, nbytes: int) -> Told:
+        """Tell how far the rank's part is; what is told back says whether the save has failed meanwhile."""
+        ...
+
     def reconnect(self) -> None:
         """Return when there is a coordinator again; raises ``CoordinatorLostError`` when none comes in time."""
         ...

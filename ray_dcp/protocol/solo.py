@@ -14,6 +14,7 @@ from ray_dcp.protocol.coordinator.open_call import coordinator_phase
 from ray_dcp.protocol.coordinator.small_sessions import SESSIONS
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
 from ray_dcp.protocol.messages import AnswerT, CarriedInPlace, Exchange, Message, PartT
+from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
 from ray_dcp.protocol.rank.background import BackgroundSaves
 from ray_dcp.settings import Phase
 
@@ -35,6 +36,7 @@ class SoloCall:
     """The only rank of a call. ``on_save_ended`` is told as a ``Coordinator``'s is."""
 
     in_one_process: ClassVar[bool] = True
+    deputy_at_work = False
 
     def __init__(self, kind: str, checkpoint_id: str, *, on_save_ended: SaveEnded | None = None) -> None:
         self.rank = 0
@@ -72,6 +74,12 @@ class SoloCall:
     def report(self, failure: RankFailure) -> None:
         """Note that the call has failed: there is nobody else to tell."""
         self._tell_ended(committed=False)
+
+    def hand_over(self, part: StagedPart, *, wait: bool) -> None:
+        """Return None: there is no deputy."""
+
+    def await_deputy(self, exchange: Exchange[PartT, AnswerT], job: DeputyJob) -> AnswerT | None:
+        raise AssertionError("a process alone has no deputy")
 
     def carry(self, *user_objects: Any) -> CarriedInPlace:
         return CarriedInPlace(user_objects)

@@ -28,6 +28,7 @@ from ray_dcp.planning.template.template_planner import TemplatePlanner
 from ray_dcp.planning.values.collect import CollectedTemplate
 from ray_dcp.planning.values.containers import Containers
 from ray_dcp.protocol.call import Call
+from ray_dcp.protocol.deputy import SealedPart
 from ray_dcp.protocol.engines.own_load import OwnReader, OwnTemplate
 from ray_dcp.protocol.engines.own_save import OwnGlobalSave, OwnSave, OwnWriter
 from ray_dcp.protocol.engines.plugin_load import (
@@ -56,9 +57,11 @@ from ray_dcp.protocol.messages import (
     SavePart,
     ShowReplicas,
 )
+from ray_dcp.protocol.node_agent import StagedPart
 from ray_dcp.reads.checkpoint import OpenedCheckpoint
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import ReplicaCheck
+from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.write.writer import StoreWriter
 
 
@@ -84,12 +87,26 @@ class SaveSteps(Protocol):
         """Take the answer to the plan, by ``finish_plan``."""
         ...
 
-    def stage(self) -> None:
+    def stage(self, buffers: BufferPool) -> None:
         """Copy what is to be written (``resolve_data``), and only that: afterwards the state may change."""
         ...
 
-    def write(self) -> Results | ResultsWithReplicas:
-        """Write, by ``write_data``; returns what to send of its results."""
+    def staged_part(self) -> StagedPart | None:
+        """What another process can write, where all is staged in shared memory; else None."""
+        ...
+
+    def write(self, *, again: bool = False) -> Results | ResultsWithReplicas | SealedPart:
+        """Write, by ``write_data``; returns what to send of its results.
+
+        ``again``: a deputy may have written the same before.
+        """
+        ...
+
+    def release(self, *, to_others: bool) -> None:
+        """Let go of the memory in which it is staged: the save is over.
+
+        It is not used again where it is left ``to_others``: a deputy that this rank has lost sight of may write there.
+        """
         ...
 
     def committed_by_then(self) -> Metadata | None:

@@ -72,6 +72,14 @@ class BufferPool:
                 self._free.append(buffer)
             self._changed.notify_all()
 
+    def leave(self, buffer: SharedBuffer) -> None:
+        """Let go of ``buffer`` for good: another process may still write to it, and keeps it."""
+        with self._changed:
+            assert buffer in self._taken, "a buffer is left once, by the pool that it is from"
+            self._taken.discard(buffer)
+            buffer.close()
+            self._changed.notify_all()
+
     def prepare(self, nbytes: int) -> None:
         """Make all buffers that are not in use ready for ``nbytes``: the next saves then take no memory.
 

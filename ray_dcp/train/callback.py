@@ -14,7 +14,7 @@ import ray
 
 from ray_dcp.cluster.coordinator_actor import end_coordinator, ensure_coordinator
 from ray_dcp.cluster.current import joined_groups
-from ray_dcp.cluster.group_record import NAMESPACE
+from ray_dcp.cluster.link import NAMESPACE
 from ray_dcp.cluster.ray_private import private
 from ray_dcp.cluster.train_context import train_group_name
 from ray_dcp.errors import ConfigError

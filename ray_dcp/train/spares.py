@@ -19,7 +19,7 @@ import ray
 from ray.runtime_env import RuntimeEnv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_dcp.cluster.group_record import NAMESPACE
+from ray_dcp.cluster.link import NAMESPACE
 from ray_dcp.cluster.ray_private import private
 from ray_dcp.train.spare_process import Surroundings, own_surroundings
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,21 +36,25 @@ from ray_dcp.format.names import (
     METADATA,
     ShardFile,
     new_attempt,
+    parse_shard_file,
     require_step,
 )
 from ray_dcp.pace.interval import Figures, Interval
 from ray_dcp.planning.values.containers import Containers
+from ray_dcp.progress import advance
+from ray_dcp.staging.sealing import write_sealed
 from ray_dcp.store.local import without_sync
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.location.urls import shown_url
 from ray_dcp.store.open import open_store, opens
-from ray_dcp.store.store import Store
+from ray_dcp.store.store import Store, as_renaming
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.version import __version__
 from ray_dcp.write.commit import Commit, committed_by
 from ray_dcp.write.lazy_metadata import CommittedMetadata
 from ray_dcp.write.results import WrittenItems, as_written_items, entry_table, storage_data
 from ray_dcp.write.shard_file import write_shard_file
+from ray_dcp.write.staged_file import StagedFile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +63,11 @@ class ShardTarget:
 
     rank: int
     attempt: str
+
+
+def shard_key(target: ShardTarget) -> str:
+    """The key of the file that a rank writes."""
+    return ShardFile(target.rank, 0, target.attempt).key
 
 
 class StoreWriter(StorageWriter):
@@ -152,13 +162,30 @@ class StoreWriter(StorageWriter):
         target: ShardTarget = plan.storage_data
         written: Sequence[WriteResult] = []
         if plan.items:
-            key = ShardFile(target.rank, 0, target.attempt).key
-            self._written_key = key
+            self._written_key = key = shard_key(target)
             columns = write_shard_file(self.store, key, target.rank, plan.items, planner)
             written = WrittenItems([item.index for item in plan.items], columns)
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)  # type: ignore[arg-type]  # to torch any sequence will do
         return future
+
+    def write_staged(self, file: StagedFile, memory: memoryview, *, again: bool = False) -> array[int]:
+        """Write a staged file, which is durable when this returns; return the checksums that it lacked.
+
+        ``again``: another process may have written it before, or still be at it. The file is then put in its place
+        whole, with the same bytes, so that whoever reads it meanwhile sees nothing of it.
+        """
+        self._written_key = file.key
+        store = self.store
+        renaming = as_renaming(store) if again else None
+        if renaming is None:
+            return write_sealed(store, file.key, memory, file.nbytes, file.open_ends, advance)
+        beside = parse_shard_file(file.key)
+        assert beside is not None, "a staged file has the name of a shard file"
+        second = dataclasses.replace(beside, number=beside.number + 1).key
+        crcs = write_sealed(store, second, memory, file.nbytes, file.open_ends, advance)
+        renaming.rename(second, file.key)
+        return crcs
 
     def abandon(self) -> None:
         """Remove the file that this rank wrote in an attempt that has failed: it was never part of a checkpoint."""

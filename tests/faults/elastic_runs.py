@@ -207,6 +207,8 @@ class Rank:
                 self._report(info)
                 continue
             self._checkpoints.async_save(learner.step, {"learner": learner})
+            # The node's agent has it by now, and dies with the node.
+            self._lose_node_in("async save", victim=learner.world_size - 1)
             if not self._is_full and learner.step >= self._resumed_at + REDUCED_STEPS:
                 self._note("reduced")
                 return False
@@ -242,8 +244,6 @@ class Rank:
             self._lose_node_in("load", victim=0)
         elif point is Point.MID_WRITE and not in_background and self._learner.step > SAVE_EVERY:
             self._lose_node_in("save", victim=self._learner.world_size - 1)
-        elif point is Point.BEFORE_RESULT and in_background:
-            self._lose_node_in("async save", victim=self._learner.world_size - 1)
 
     def _lose_node_in(self, loss: str, victim: int) -> None:
         """If it is this one's turn, and this rank is the victim: its whole node dies, at once."""

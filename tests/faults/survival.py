@@ -177,6 +177,35 @@ ROWS = (
         ),
     ),
     Row(
+        "a rank is killed after its `async_save` has returned, or all of them",
+        "of that save nothing: the node's agent writes what was staged, and the save commits",
+        "",
+        "the new checkpoint",
+        (
+            "cluster.test_node_agents::test_a_save_commits_when_all_its_ranks_are_killed_and_the_agent_ends_with_the_group",
+        ),
+    ),
+    Row(
+        "a node agent is killed",
+        "nothing: the ranks write by themselves, and the next save has another agent; with a rank of its node killed, "
+        "too, `CheckpointException` naming that rank",
+        "",
+        "the new checkpoint; the previous one",
+        (
+            "cluster.test_node_agents::test_an_agent_that_is_killed_while_it_writes_leaves_its_part_to_the_ranks",
+            "cluster.test_node_agents::test_a_rank_that_is_killed_with_its_agent_loses_the_save_and_is_named",
+        ),
+    ),
+    Row(
+        "a node agent stands still",
+        "`CheckpointException` naming the rank whose part it had; the next save has another agent",
+        f"{_seconds('stall_timeout_s')}",
+        "the previous checkpoint",
+        (
+            "cluster.test_node_agents::test_an_agent_that_stands_still_is_named_after_the_stall_limit_and_another_one_takes_its_place",
+        ),
+    ),
+    Row(
         "an asynchronous save fails and nobody looks",
         "the next save or load does its own work, then raises it on the ranks where nobody looked; told on stderr "
         "where no call comes",

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError
 from ray_dcp.protocol.rank.save import plan_save, stage_save, write_save
+from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.write.writer import StoreWriter
 from tests.conftest import random_states
 from tests.ranks import ThreadRanks, require_no_errors, save_request
@@ -38,7 +39,7 @@ def save(description: Dict, place: str, world_size: int, *, staged: bool) -> lis
             return ranks.save_rank(rank, state, place, writer=writer)
         call = ranks.call(rank, "save", place)
         request = save_request(state, place, call, writer=writer)
-        planned = stage_save(plan_save(request, call), call)
+        planned = stage_save(plan_save(request, call), call, BufferPool())
         wipe(state)
         return write_save(planned, call)
 

@@ -51,6 +51,7 @@ from ray_dcp.protocol.solo import SoloCall
 from ray_dcp.protocol.steps import SaveSteps, default_load_planner, load_steps
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import Limits, Phase
+from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.store import parallel
 from ray_dcp.store.open import register_scheme
 from ray_dcp.store.store import ObjectWriter, StoredObject
@@ -626,7 +627,7 @@ class RankFiber(Fiber):
         planned = plan_save(request, self.call)
         self.attempt = planned.final_plan.storage_data.attempt
         if self.op.staged:
-            planned = stage_save(planned, self.call)
+            planned = stage_save(planned, self.call, BufferPool())
             self.in_background = True
         metadata = self._in_other_hands(planned) if self.op.staged == HANDED_OVER else write_save(planned, self.call)
         attempts = {parse_shard_file(info.relative_path).attempt for info in metadata.storage_data.values()}

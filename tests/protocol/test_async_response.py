@@ -20,7 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse as T
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards
+from ray_dcp.api import alone
 from ray_dcp.errors import EarlierSaveError
+from ray_dcp.protocol.call import phase
+from ray_dcp.protocol.rank.background import BackgroundSaves
+from ray_dcp.settings import Phase
 from tests.protocol.test_async_save import GatedWriter, _no_save_left_behind  # noqa: F401 - a fixture for this file, too
 from tests.ranks import ThreadGroup, ThreadRanks, require_no_errors
 
@@ -165,6 +169,29 @@ def test_a_system_without_threads_fails_the_save_for_all_ranks(tmp_path, monkeyp
             assert isinstance(outcome, CheckpointException)
             assert outcome.failed_ranks == (1,)
     require_no_errors(ranks.run(on_rank))
+
+
+def test_a_save_whose_thread_is_at_work_when_it_has_started_is_seen_to_be(tmp_path, monkeypatch):
+    """Else the coordinator would hear of no progress, and take a long write for a stall."""
+    call, at_work, looked_at = alone.start_call("save", str(tmp_path)), threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def start_and_wait(thread):
+        start(thread)
+        assert at_work.wait(30)
+
+    def save():
+        with phase(call, Phase.WRITE):
+            at_work.set()
+            assert looked_at.wait(30)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(threading.Thread, "start", start_and_wait)
+        response = BackgroundSaves().start(save, call)
+    assert call.progress.phase == Phase.WRITE
+    looked_at.set()
+    response.result(30)
+    assert call.progress.phase is None
 
 
 # Stagers.

@@ -191,12 +191,12 @@ def test_a_damaged_step_that_is_passed_over_takes_no_earlier_failure_along(tmp_p
 def test_what_a_manager_told_once_its_wait_and_close_do_not_tell_again(tmp_path, monkeypatch):
     manager = dcp.CheckpointManager(tmp_path)
 
-    def refuse(writer, plan, planner):
+    def refuse(writer, file, memory, *, again=False):
         raise OSError("cannot be written")
 
     for tell in (manager.wait, manager.close, lambda: manager.save(2, {"w": torch.ones(4)})):
         with monkeypatch.context() as broken:
-            broken.setattr(StoreWriter, "write_data", refuse)
+            broken.setattr(StoreWriter, "write_staged", refuse)
             wait([manager.async_save(1, {"w": torch.ones(4)})])
         with pytest.raises(CheckpointException, match=r"step-00000001.*cannot be written"):
             tell()

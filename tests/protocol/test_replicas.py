@@ -262,6 +262,7 @@ def test_what_differed_is_kept_shown_and_told_again_at_load(tmp_path, caplog, ca
 def test_a_staged_save_tells_of_the_values_at_the_call(tmp_path, caplog):
     from ray_dcp.protocol.rank.background import BackgroundSaves
     from ray_dcp.protocol.rank.save import plan_save, stage_save, write_save
+    from ray_dcp.staging.buffer_pool import BufferPool
 
     ranks = ThreadRanks(2)
     place = str(tmp_path / "c")
@@ -270,7 +271,7 @@ def test_a_staged_save_tells_of_the_values_at_the_call(tmp_path, caplog):
         state = {"w": torch.full((3,), float(rank)), "n": rank}
         call = ranks.call(rank, "save", place)
         planned = plan_save(save_request(state, place, call), call)
-        staged = stage_save(planned, call)
+        staged = stage_save(planned, call, BufferPool())
         state["w"].fill_(100.0 * rank)
         return BackgroundSaves().start(lambda: write_save(staged, call), call).result(30)
 

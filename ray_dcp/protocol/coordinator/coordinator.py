@@ -278,7 +278,8 @@ class Coordinator:
         """Note how far a rank is in a call. Returns how that has failed, if it has: the rank may stop working."""
         with self._locked():
             call = self._call(call_id, rank, is_planned=phase in (Phase.STAGE, Phase.WRITE))
-            call.see(rank, phase, mark=mark, nbytes=nbytes)
+            if not call.has_deputy(rank):  # whose signs count; the rank only wants to know how it goes
+                call.see(rank, phase, mark=mark, nbytes=nbytes)
             return call.failure
 
     def deputy_progress(
@@ -287,7 +288,9 @@ class Coordinator:
         """As ``report_progress``, for a rank's deputy; it also announces the deputy, as ``hand_over`` does."""
         with self._locked():
             self.hand_over(call_id, rank, deputy)
-            return self.report_progress(call_id, rank, Phase.WRITE, mark, nbytes)
+            call = self._call(call_id, rank, is_planned=True)
+            call.see(rank, Phase.WRITE, mark=mark, nbytes=nbytes)
+            return call.failure
 
     def check_limits(self) -> None:
         """Fail the calls, and lose the members, whose time is over.

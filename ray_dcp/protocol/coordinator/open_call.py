@@ -165,9 +165,10 @@ class OpenCall:
         return not self.ended and rank not in self._parts.get(self._phase_now, {})
 
     def hand_over(self, rank: int, deputy: str) -> None:
-        """Note that ``deputy`` takes this rank's part from now on."""
-        self._deputies[rank] = _Deputy(deputy)
-        self.see(rank, Phase.WRITE, mark=-3, nbytes=0)
+        """Note that ``deputy`` takes this rank's part from now on. To hear of it again is no sign of progress."""
+        if self._deputies.get(rank) != _Deputy(deputy):
+            self._deputies[rank] = _Deputy(deputy)
+            self.see(rank, Phase.WRITE, mark=-3, nbytes=0)
 
     def take_back(self, deputy: str, why: str, rank: int | None = None) -> None:
         """Note that ``deputy`` takes no rank's part any more, or not that of ``rank``: a live rank takes it again."""
@@ -187,6 +188,10 @@ class OpenCall:
         if having is None:
             return ""
         return f"; {having.name}, which had taken over its part, is gone, too: {having.gone}" if having.gone else None
+
+    def has_deputy(self, rank: int) -> bool:
+        """Whether somebody takes this rank's part in its place at the moment."""
+        return self.without_deputy(rank) is None
 
     def has_handed_over(self, rank: int) -> bool:
         """Whether this rank has ever handed over its part of this call."""

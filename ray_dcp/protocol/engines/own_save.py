@@ -8,7 +8,10 @@ Where another rank has a plug-in the coordinator answers with DCP's plans, and i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -23,13 +26,21 @@ from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
 from ray_dcp.planning.save_plan.state_planner import StatePlanner
 from ray_dcp.planning.values.containers import Containers
 from ray_dcp.planning.values.ties import ties_of
+from ray_dcp.protocol.deputy import SealedPart
 from ray_dcp.protocol.engines.locations import OwnLocation
 from ray_dcp.protocol.engines.plugin_save import PluginSave
-from ray_dcp.protocol.messages import FinalTable, Results, SavePart
+from ray_dcp.protocol.messages import FinalTable, Results, ResultsWithReplicas, SavePart, encode
+from ray_dcp.protocol.node_agent import FileJob, StagedPart
+from ray_dcp.staging.buffer_errors import StagingMemoryError
+from ray_dcp.staging.buffer_pool import BufferPool
+from ray_dcp.staging.shared_buffer import SharedBuffer
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.write.lazy_metadata import CommittedMetadata
 from ray_dcp.write.results import WrittenColumns, WrittenItems
-from ray_dcp.write.writer import ShardTarget, StoreWriter
+from ray_dcp.write.staged_file import FileToStage, StagedFile
+from ray_dcp.write.writer import ShardTarget, StoreWriter, shard_key
+
+logger = logging.getLogger(__name__)
 
 
 class OwnWriter(OwnLocation):
@@ -72,10 +83,21 @@ class OwnWriter(OwnLocation):
             return None  # nobody knows; what the save has failed with is to be told
 
 
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """What a rank has staged; nothing in it where the rank writes nothing."""
+
+    file: StagedFile | None
+    buffer: SharedBuffer | None
+    pool: BufferPool
+    """The pool that the buffer is from."""
+
+
 class OwnSave(PluginSave):
     """A rank's half of such a save."""
 
     _by_columns = False
+    _staged: _Staged | None = None
 
     def _plan_to_send(self, local: SavePlan) -> PlanTable:
         return PlanTable.of(local, ties=ties_of(self._planner))
@@ -85,6 +107,54 @@ class OwnSave(PluginSave):
             return super()._final_plan(answer)
         self._by_columns = True
         return answer.plan(self._local)
+
+    def stage(self, buffers: BufferPool) -> None:
+        """Lay this rank's file out in shared memory; where there is no room for that, copy what is to be written."""
+        if not self._by_columns:
+            super().stage(buffers)
+            return
+        target, items = cast(ShardTarget, self.final_plan.storage_data), self.final_plan.items
+        if not items:
+            self._staged = _Staged(None, None, buffers)
+            return
+        file = FileToStage(shard_key(target), target.rank, items, self._planner)
+        try:
+            buffer = buffers.take(file.nbytes, look=self._call.progress.advance)
+        except StagingMemoryError as error:
+            logger.warning("%s; this save is staged in memory of the process, and its death would lose it", error)
+            super().stage(buffers)
+            return
+        try:
+            self._staged = _Staged(file.copy_to(buffer.memory), buffer, buffers)
+        except BaseException:
+            buffers.give_back(buffer)
+            raise
+
+    def staged_part(self) -> StagedPart | None:
+        if self._staged is None:
+            return None
+        if self._staged.buffer is None or self._staged.file is None:
+            return StagedPart(encode(self._with_shown(None)), None)
+        file, writer = self._staged.file, cast(StoreWriter, self._writer.writer)
+        job = FileJob(
+            self._staged.buffer.name, file.nbytes, file.open_ends, writer.checkpoint_id, file.key, writer.sync_files
+        )
+        return StagedPart(encode(self._with_shown(file.columns)), job)
+
+    def write(self, *, again: bool = False) -> Results | ResultsWithReplicas | SealedPart:
+        if self._staged is None:
+            return super().write()
+        if self._staged.buffer is None or self._staged.file is None:
+            return self._with_shown(None)
+        file, writer = self._staged.file, cast(StoreWriter, self._writer.writer)
+        crcs = writer.write_staged(file, self._staged.buffer.memory, again=again)
+        # The very bytes that a deputy sends: it may have sent them before it died.
+        return SealedPart(encode(self._with_shown(file.columns)), crcs.tobytes())
+
+    def release(self, *, to_others: bool) -> None:
+        if self._staged is not None and self._staged.buffer is not None:
+            (self._staged.pool.leave if to_others else self._staged.pool.give_back)(self._staged.buffer)
+        self._staged = None
 
     def _results_to_send(self, results: Sequence[WriteResult]) -> Results:
         if not self._by_columns:

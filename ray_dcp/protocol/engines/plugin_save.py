@@ -34,6 +34,7 @@ from ray_dcp.planning.save_plan.state_planner import (
 from ray_dcp.planning.values.containers import Containers, containers_of
 from ray_dcp.planning.values.flat import flat_state
 from ray_dcp.protocol.call import Call
+from ray_dcp.protocol.deputy import SealedPart
 from ray_dcp.protocol.engines.locations import UsersLocation
 from ray_dcp.protocol.engines.plugin_calls import CountingPlanner, StagedPlanner, accepted, staged_copies
 from ray_dcp.protocol.messages import (
@@ -50,8 +51,10 @@ from ray_dcp.protocol.messages import (
     SavePart,
     ShowReplicas,
 )
+from ray_dcp.protocol.node_agent import StagedPart
 from ray_dcp.protocol.replica_warnings import warn_of_differing
 from ray_dcp.settings import ReplicaCheck
+from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.torch_private import TorchsFileWriter
 from ray_dcp.trace_points import Point, reached
 
@@ -208,17 +211,25 @@ class PluginSave:
         if users is not None and users is not self._planner and self._call.world_size == 1:
             users.global_plan = [self.final_plan]  # torch's has it, too, where there is one rank
 
-    def stage(self) -> None:
+    def stage(self, buffers: BufferPool) -> None:
         staged = staged_copies(self._planner, self.final_plan, self._call.progress)
         self._planner = StagedPlanner(self._planner, self.final_plan, staged)
 
-    def write(self) -> Results | ResultsWithReplicas:
+    def staged_part(self) -> StagedPart | None:
+        return None
+
+    def release(self, *, to_others: bool) -> None:
+        """Do nothing: what is staged goes with the object."""
+
+    def write(self, *, again: bool = False) -> Results | ResultsWithReplicas | SealedPart:
         planner = self._planner
         if not self._writer.counts_progress:
             planner = CountingPlanner(planner, self._call.progress)
         written = self._writer.writer.write_data(self.final_plan, planner)
         written.wait()
-        results = self._results_to_send(written.value())
+        return self._with_shown(self._results_to_send(written.value()))
+
+    def _with_shown(self, results: Results) -> Results | ResultsWithReplicas:
         return results if self._shown is None else ResultsWithReplicas(results, self._shown)
 
     def committed_by_then(self) -> Metadata | None:

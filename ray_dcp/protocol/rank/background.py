@@ -29,6 +29,8 @@ from ray_dcp.lifetime import before_exit
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.exception import CheckpointException, RankFailure, UntoldSaveError
 from ray_dcp.settings import Phase
+from ray_dcp.staging.buffer_pool import BufferPool
+from ray_dcp.staging.pinned import pin
 from ray_dcp.store.location.urls import shown_url
 
 _T = TypeVar("_T")
@@ -134,8 +136,16 @@ class BackgroundSaves:
     """The asynchronous saves of one rank."""
 
     def __init__(self) -> None:
+        self._buffers = (os.getpid(), BufferPool(on_new=pin))
         self._started: list[AsyncSaveResponse] = []
         """The one under way, and those whose failure is to be told."""
+
+    @property
+    def buffers(self) -> BufferPool:
+        """What they are staged in; a fork has buffers of its own."""
+        if self._buffers[0] != os.getpid():
+            self._buffers = (os.getpid(), BufferPool(on_new=pin))
+        return self._buffers[1]
 
     def settle(self) -> None:
         """Return when no save is under way; how the last one ended stays untold."""
@@ -167,8 +177,7 @@ class BackgroundSaves:
         self._started.append(response)
         writer = threading.Thread(target=_run, args=(response, save, call), name="ray_dcp-save", daemon=False)
         try:
-            with phase(call, Phase.WRITE):  # should the system have no thread to give, the others must not wait
-                response.written_by(writer).start()
+            _start(response.written_by(writer), call)
         except BaseException as error:
             response.set_exception(error)
             response._look()  # it is raised here
@@ -204,6 +213,16 @@ class BackgroundSaves:
             if failure is not None and response is not but:
                 return response, failure
         return None
+
+
+def _start(writer: threading.Thread, call: Call) -> None:
+    """Start the thread; should the system have none to give, the others must not wait for this rank."""
+    try:
+        writer.start()
+    except BaseException:
+        # Not around the start: the thread may be at work when that returns, and says by then what it is busy with.
+        with phase(call, Phase.WRITE):
+            raise
 
 
 def _run(response: AsyncSaveResponse, save: Callable[[], Metadata], call: Call) -> None:

@@ -6,16 +6,21 @@ rank sends again all its parts so far, and goes on where it was, provided that t
 
 from __future__ import annotations
 
+import os
 import pickle
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn, Protocol
 
 from ray_dcp.errors import CoordinatorLostError, GroupError
-from ray_dcp.progress import Progress
+from ray_dcp.progress import Progress, working
 from ray_dcp.protocol.call import phase
 from ray_dcp.protocol.deputy import MAX_RESTARTS, Exchanged, HandedOver, Told
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
 from ray_dcp.protocol.messages import AnswerT, CallId, Carried, Exchange, Message, PartT, carry, decode, encode
+from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
 from ray_dcp.settings import Phase
+
+_OF_STORES = ("AWS_", "GOOGLE_", "RAY_DCP_")
 
 
 class Link(Protocol):
@@ -37,12 +42,41 @@ class Link(Protocol):
         ...
 
 
+class Deputies(Protocol):
+    """A rank's way to the agent of its node."""
+
+    def take(self, job: DeputyJob, *, wait: bool) -> Told | None:
+        """Give ``job`` to it; None where there is none: not yet, unless this is to ``wait`` for it, or no more.
+
+        What is returned says ``taken_back`` where nobody knows whether it has the job.
+        """
+        ...
+
+    def told(self, job: DeputyJob, look: Callable[[], object]) -> Told | None:
+        """How the job has ended, once it has; None where the agent is gone.
+
+        Meanwhile ``look`` is called again and again; what it raises ends the wait and passes unchanged.
+        """
+        ...
+
+
 class RemoteCall:
     """One rank of several: parts travel to the coordinator as messages, over a ``Link``."""
 
     in_one_process: ClassVar[bool] = False
 
-    def __init__(self, *, rank: int, world_size: int, kind: str, checkpoint_id: str, link: Link) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        kind: str,
+        checkpoint_id: str,
+        link: Link,
+        call_id: CallId | None = None,
+        deputies: Deputies | None = None,
+    ) -> None:
+        """``call_id`` is what a deputy is to name this call, where there are ``deputies``."""
         self.rank = rank
         self.world_size = world_size
         self.kind = kind
@@ -53,6 +87,10 @@ class RemoteCall:
         self._is_behind = False
         """Whether the coordinator may be another one than the last that this rank has heard of."""
         self._link = link
+        self._call_id = call_id
+        self._deputies = deputies
+        self.deputy_at_work = False
+        self._deputy_is_lost = False
         self._exchanged: list[Exchanged] = []
 
     def exchange(self, exchange: Exchange[PartT, AnswerT], part: PartT) -> AnswerT:
@@ -69,19 +107,35 @@ class RemoteCall:
         self._exchanged.append(Exchanged(str(phase), message, answer))
         return exchange.answer(decode(answer))
 
+    def hand_over(self, part: StagedPart, *, wait: bool) -> DeputyJob | None:
+        if self._deputies is None:
+            return None
+        assert self._call_id is not None, "a deputy is to name the call"
+        job = DeputyJob(self.handed_over(self._call_id), part, variables_of_stores(os.environ))
+        told = self._deputies.take(job, wait=wait)
+        if told is None:
+            return None
+        self.deputy_at_work, self._deputy_is_lost = True, told.taken_back
+        if told.failed and not told.taken_back:
+            self.deputy_at_work = False
+            self._raise_told(told, Phase.WRITE)
+        return job
+
     def handed_over(self, call_id: CallId) -> HandedOver:
         """What a deputy must know to take this rank's part of the call from here on."""
         return HandedOver(pickle.dumps(call_id), self.rank, tuple(self._exchanged))
 
-    def deputys_answer(self, exchange: Exchange[PartT, AnswerT], told: Told) -> AnswerT:
-        """The answer that this rank's deputy has been told. Raises what it has been told of a failure."""
-        self.started_over |= told.started_over
-        if not told.failed:
-            return exchange.answer(decode(told.answer))
-        error = pickle.loads(told.failure)
-        if isinstance(error, CheckpointException):
-            raise self.as_failed(error) from error.__cause__
-        raise self._failed_with(error, exchange.phase) from error
+    def await_deputy(self, exchange: Exchange[PartT, AnswerT], job: DeputyJob) -> AnswerT | None:
+        assert self._deputies is not None, "whoever has a job has given it to a deputy"
+        told = None
+        if not self._deputy_is_lost:
+            with working(self.progress, Phase.WRITE):  # so that it is told when the call fails elsewhere
+                told = self._deputies.told(job, self.progress.advance)
+        self.deputy_at_work = told is None
+        if told is None or told.taken_back:
+            self.take_back()
+            return None
+        return self.deputys_answer(exchange, told)
 
     def take_back(self) -> None:
         """Go on without the deputy: nobody here knows how far it had come, and with which coordinator.
@@ -89,6 +143,19 @@ class RemoteCall:
         That one may have been told of all that was sent before, and have come to another result.
         """
         self.started_over = self._is_behind = True
+
+    def deputys_answer(self, exchange: Exchange[PartT, AnswerT], told: Told) -> AnswerT:
+        """The answer that this rank's deputy has been told. Raises what it has been told of a failure."""
+        self.started_over |= told.started_over
+        if told.failed:
+            self._raise_told(told, exchange.phase)
+        return exchange.answer(decode(told.answer))
+
+    def _raise_told(self, told: Told, phase: Phase) -> NoReturn:
+        error = pickle.loads(told.failure)
+        if isinstance(error, CheckpointException):
+            raise self.as_failed(error) from error.__cause__
+        raise self._failed_with(error, phase) from error
 
     def _failed_with(self, error: Exception, phase: Phase) -> CheckpointException:
         self.failed = True
@@ -163,3 +230,8 @@ class RemoteCall:
 
     def carry(self, *user_objects: Any) -> Carried | None:
         return carry(*user_objects)
+
+
+def variables_of_stores(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those environment variables by which stores are opened: a deputy is to open them as this process would."""
+    return {name: value for name, value in variables.items() if name.startswith(_OF_STORES)}

@@ -2,8 +2,9 @@
 
     state_dict -> collect -> local plan ==plan==> final plan -> [stage] -> write -> results ==write==> Metadata
 
-``==`` are the two exchanges with the coordinator. ``save`` does all of it; an asynchronous save does ``plan_save`` and
-``stage_save`` in the caller and ``write_save`` behind its back. ``steps.SaveSteps`` plan and write.
+``==`` are the two exchanges with the coordinator. ``save`` does all of it; an asynchronous save does ``plan_save``,
+``stage_save`` and ``hand_over_save`` in the caller and ``finish_save`` behind its back. ``steps.SaveSteps`` plan and
+write.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from ray_dcp.planning.values.collect import collect_state
 from ray_dcp.protocol.call import Call, agree, phase
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException
 from ray_dcp.protocol.messages import PLAN_SAVE, WRITE
+from ray_dcp.protocol.node_agent import DeputyJob
 from ray_dcp.protocol.steps import SaveSteps
 from ray_dcp.settings import DEFAULT_REPLICA_CHECK, Phase, ReplicaCheck
+from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.trace_points import Point, reached
 
 logger = logging.getLogger("ray_dcp")
@@ -63,21 +66,46 @@ def plan_save(request: SaveRequest, call: Call) -> SaveSteps:
     return steps
 
 
-def stage_save(steps: SaveSteps, call: Call) -> SaveSteps:
-    """Copy what this rank will write, and only that: afterwards the state dict may change."""
+def stage_save(steps: SaveSteps, call: Call, buffers: BufferPool) -> SaveSteps:
+    """Copy what this rank will write, and only that: afterwards the state dict may change.
+
+    Whoever has staged it gives the memory back with ``steps.release()``.
+    """
     with phase(call, Phase.STAGE):
-        steps.stage()
+        steps.stage(buffers)
     return steps
 
 
-def write_save(steps: SaveSteps, call: Call) -> Metadata:
-    """Write this rank's items and wait for the commit."""
+def hand_over_save(steps: SaveSteps, call: Call, *, wait: bool = False) -> DeputyJob | None:
+    """Give what is staged to this rank's deputy: from then on the save needs this process no more.
+
+    None where it is to write by itself.
+    """
+    part = steps.staged_part()
+    if part is None:
+        return None
+    with phase(call, Phase.WRITE):
+        return call.hand_over(part, wait=wait)
+
+
+def finish_save(steps: SaveSteps, call: Call, job: DeputyJob | None) -> Metadata:
+    """Do behind the caller's back what is left of a staged save, which the deputy has if there is a ``job``."""
     try:
-        with phase(call, Phase.WRITE):
-            with torch.no_grad():
-                results = steps.write()
-            reached(Point.BEFORE_RESULT)
-        committed = agree(call, WRITE, results, steps.asked)
+        return write_save(steps, call, job or hand_over_save(steps, call, wait=True))
+    finally:
+        steps.release(to_others=call.deputy_at_work)
+
+
+def write_save(steps: SaveSteps, call: Call, job: DeputyJob | None = None) -> Metadata:
+    """Write this rank's items, unless its deputy does, and wait for the commit."""
+    try:
+        committed = None if job is None else call.await_deputy(WRITE, job)
+        if committed is None:
+            with phase(call, Phase.WRITE):
+                with torch.no_grad():
+                    results = steps.write(again=job is not None)
+                reached(Point.BEFORE_RESULT)
+            committed = agree(call, WRITE, results, steps.asked)
     except CheckpointException as error:
         found = steps.committed_by_then() if call.started_over else None
         if found is None:

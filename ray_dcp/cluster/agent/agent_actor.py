@@ -1,0 +1,85 @@
+"""The actor around a ``NodeAgent``: one a node and group, in a process without torch, at the lowest priority.
+
+It is detached, so that no rank's death takes it along, and ends by itself when its group has had no coordinator for a
+while and nothing is left to write.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_dcp.cluster.agent.deputy_messages import DeputyMessages
+from ray_dcp.cluster.link import NAMESPACE
+from ray_dcp.protocol.deputy import Told
+from ray_dcp.protocol.node_agent import DeputyJob, NodeAgent
+from ray_dcp.settings import Limits
+
+_NUM_THREADS = 256
+"""Threads of the actor: each rank of the node has one or two in it."""
+_SEE_COORDINATOR_EVERY_S = 5.0
+_NUM_LOOKS = 2
+"""An agent that has seen no coordinator so many times in a row ends: a group that re-forms has one all the time."""
+_LOWEST_PRIORITY = 19
+
+
+class AgentActor:
+    """See the module. Each method is a shell around one of ``NodeAgent``."""
+
+    def __init__(self, group: str, limits: Limits) -> None:
+        os.nice(_LOWEST_PRIORITY)  # training comes first
+        self._group = group
+        actor = ray.get_runtime_context().current_actor
+        self._agent = NodeAgent(DeputyMessages(group, actor, limits))
+        threading.Thread(target=self._end_when_unneeded, args=(actor,), name="agent-end", daemon=True).start()
+
+    def is_up(self) -> bool:
+        return True
+
+    def take(self, job: DeputyJob) -> Told:
+        return self._agent.take(job)
+
+    def told(self, call_id: bytes, rank: int) -> Told | None:
+        return self._agent.told(call_id, rank)
+
+    def _end_when_unneeded(self, actor: Any) -> None:
+        num_missing = 0
+        while num_missing < _NUM_LOOKS:
+            threading.Event().wait(_SEE_COORDINATOR_EVERY_S)
+            num_missing = 0 if self._agent.num_open or _has_coordinator(self._group) else num_missing + 1
+        with suppress(Exception):  # it is gone, or its cluster is
+            ray.kill(actor)
+
+
+def _has_coordinator(group: str) -> bool:
+    try:
+        ray.get_actor(f"coordinator/{group}", namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def agent_name(group: str, node_id: str) -> str:
+    return f"agent/{group}/{node_id}"
+
+
+def start_agent(group: str, limits: Limits) -> Any:
+    """The handle of this node's agent for ``group``: found, or about to start."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return (
+        ray.remote(num_cpus=0)(AgentActor)
+        .options(
+            name=agent_name(group, node_id),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_concurrency=_NUM_THREADS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote(group, limits)
+    )

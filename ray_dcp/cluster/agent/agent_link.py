@@ -1,0 +1,117 @@
+"""``AgentLink``: a rank's way to the agent of its node, which takes its part of asynchronous saves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from ray_dcp.cluster.agent.agent_actor import start_agent
+from ray_dcp.protocol.deputy import Told
+from ray_dcp.protocol.node_agent import DeputyJob
+from ray_dcp.settings import Limits
+from ray_dcp.wording import first_line_of
+
+logger = logging.getLogger(__name__)
+
+_AGENT_STARTS_IN_S = 20.0
+"""How long a save's own thread waits for an agent that is starting: its rank then writes by itself."""
+_TAKE_TIMEOUT_S = 5.0
+"""How long the caller of an asynchronous save waits for an agent that is up, and mostly answers within milliseconds."""
+_FROZEN_S = 20.0
+"""An agent that does not even say that it is up for this long is ended, so that another one can take its place."""
+_ASK_EVERY_S = 1.0
+_HEARS_OF_FAILURE_S = 5.0
+"""How long an agent may go on with a save that has failed: it moves one piece of bytes before it notices."""
+
+
+class AgentLink:
+    """The ``Deputies`` of one rank. The agent starts when it is first asked for, beside whatever the rank does."""
+
+    def __init__(self, group: str, *, limits: Limits) -> None:
+        self._group = group
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._handle: Any = None
+        self._up: Any = None
+        self._warned = False
+
+    def start(self) -> None:
+        """Have the agent start, unless it is there."""
+        with self._lock:
+            if self._handle is None:
+                self._handle = start_agent(self._group, self._limits)
+                self._up = self._handle.is_up.remote()
+
+    def take(self, job: DeputyJob, *, wait: bool) -> Told | None:
+        """Give ``job`` to the agent. None where there is none: not yet, unless this is to ``wait`` for it, or no more.
+
+        The rank then does it by itself, carefully where what is returned says ``taken_back``: an agent that does not
+        answer may have the job.
+        """
+        try:
+            self.start()
+            if not ray.wait([self._up], timeout=_AGENT_STARTS_IN_S if wait else 0)[0]:
+                return None
+            ray.get(self._up)
+        except RayError as error:
+            self._lost(f"is not there: {first_line_of(error)}")
+            return None
+        try:
+            told: Told = ray.get(self._handle.take.remote(job), timeout=_TAKE_TIMEOUT_S)
+        except RayTaskError as error:
+            self._say_once(f"cannot write this rank's part: {first_line_of(error.cause)}")
+            return None
+        except (RayError, GetTimeoutError) as error:
+            threading.Thread(target=_end_if_frozen, args=(self._handle,), daemon=True).start()
+            self._lost(f"does not answer: {first_line_of(error)}")
+            return Told(taken_back=True)
+        return told
+
+    def told(self, job: DeputyJob, look: Callable[[], object]) -> Told | None:
+        """How the job has ended, once it has; None where the agent is gone, so that the rank does it by itself."""
+        handed = job.handed_over
+        asked = self._handle.told.remote(handed.call_id, handed.rank)
+        while True:
+            try:
+                told: Told | None = ray.get(asked, timeout=_ASK_EVERY_S)
+            except GetTimeoutError:
+                try:
+                    look()
+                except BaseException:
+                    self._require_answer(asked)
+                    raise
+            except RayError as error:
+                self._lost(f"is gone: {first_line_of(error)}")
+                return None
+            else:
+                return told
+
+    def _require_answer(self, asked: Any) -> None:
+        """End an agent that does not hear, either, that a save has failed: the next save is to have another one."""
+        if not ray.wait([asked], timeout=_HEARS_OF_FAILURE_S)[0]:
+            ray.kill(self._handle)
+            self._lost("stands still, and was ended")
+
+    def _lost(self, how: str) -> None:
+        """Let the next save start another agent."""
+        with self._lock:
+            self._handle = self._up = None
+        self._say_once(how)
+
+    def _say_once(self, what: str) -> None:
+        log = logger.debug if self._warned else logger.warning
+        self._warned = True
+        log("the node agent of group %r %s; this rank writes by itself, and its death would lose the save", self._group,
+            what)  # fmt: skip
+
+
+def _end_if_frozen(agent: Any) -> None:
+    with suppress(RayError):  # it is dead already
+        if not ray.wait([agent.is_up.remote()], timeout=_FROZEN_S)[0]:
+            ray.kill(agent)

@@ -1,0 +1,237 @@
+"""``NodeAgent``: writes what ranks of its node have staged, and takes their part of the save from then on.
+
+A plain object without torch and Ray; ``cluster.agent.agent_actor`` is the shell around it. The jobs of a rank are
+carried out one after the other, those of several ranks side by side: each rank has a thread here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ray_dcp.errors import CoordinatorLostError
+from ray_dcp.protocol.deputy import DeputyCall, DeputyLink, HandedOver, SealedPart, Told
+from ray_dcp.staging.sealing import OpenEnds, write_sealed
+from ray_dcp.staging.shared_buffer import BufferName, SharedBuffer
+from ray_dcp.store.local import without_sync
+from ray_dcp.store.open import open_store
+from ray_dcp.store.store import Store
+from ray_dcp.trace_points import Point, reached
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED_JOBS = 8
+"""How many ended jobs of a rank it is remembered how they ended: the rank may ask late."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileJob:
+    """A staged file, and where it is to be written."""
+
+    buffer: BufferName
+    nbytes: int
+    open_ends: OpenEnds
+    place: str
+    """The checkpoint's path or URL."""
+    key: str
+    sync_files: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPart:
+    """A rank's write part of which all is in shared memory."""
+
+    prepared: bytes
+    """The encoded part, in which checksums are blank; what is sent as it is where there is no file."""
+    file: FileJob | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeputyJob:
+    """A rank's part of a save, from its write on."""
+
+    handed_over: HandedOver
+    part: StagedPart
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables by which the rank opens stores."""
+
+
+class SavePulse(threading.Thread):
+    """Tells the coordinator again and again how far a job is, and the job when its save has failed elsewhere."""
+
+    def __init__(self, tell: Callable[[int, int], Told], interval_s: float) -> None:
+        super().__init__(name="agent-pulse", daemon=True)
+        self._tell = tell
+        self._interval_s = interval_s
+        self._over = threading.Event()
+        self._mark = self._nbytes = 0
+        self.failed: Told | None = None
+
+    def advance(self, nbytes: int) -> None:
+        """Count a piece. Raises ``SaveOverError`` once the save has failed elsewhere: nobody needs the file."""
+        self._mark += 1
+        self._nbytes += nbytes
+        if self.failed is not None:
+            raise SaveOverError(self.failed.text)
+
+    def end(self) -> None:
+        self._over.set()
+
+    def run(self) -> None:
+        while not self._over.wait(self._interval_s):
+            try:
+                told = self._tell(self._mark, self._nbytes)
+            except CoordinatorLostError:
+                continue  # whoever delivers deals with that
+            except Exception as error:  # noqa: BLE001 - a sign of progress may get lost, the save must not
+                logger.warning("cannot tell the coordinator of a save's progress: %r", error)
+                continue
+            if told.failed and not told.coordinator_lost:
+                self.failed = told
+                return
+
+
+class SaveOverError(Exception):
+    """Raised in a job whose save has failed elsewhere."""
+
+
+class NodeAgent:
+    """See the module. ``link`` is the way to the coordinator; ``pulse_s`` how often it hears of a job."""
+
+    def __init__(self, link: DeputyLink, *, pulse_s: float = 0.5) -> None:
+        self._link = link
+        self._pulse_s = pulse_s
+        self._lock = threading.Lock()
+        self._ranks: dict[int, _RankJobs] = {}
+        self._num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        """Number of the jobs that are not over."""
+        with self._lock:
+            return self._num_open
+
+    def take(self, job: DeputyJob) -> Told:
+        """Take a rank's part: whatever becomes of the rank, it is written and sent when this has returned.
+
+        Not so where what is returned says that it failed. Raises ``StagingLostError`` where the buffer cannot be
+        opened, and what ``open_store`` raises: then nobody has been told, and the part is the rank's own.
+        """
+        store = _store_of(job)
+        file = job.part.file
+        buffer = SharedBuffer.attach(file.buffer) if file is not None else None
+        with self._lock:
+            jobs = self._ranks.setdefault(job.handed_over.rank, _RankJobs())
+        call = DeputyCall(job.handed_over, self._link, after=jobs.latest)
+        try:
+            told = call.hand_over()
+        except BaseException:
+            _close(buffer)
+            raise
+        if told.failed:
+            _close(buffer)
+            return told
+        with self._lock:
+            self._num_open += 1
+            jobs.begin(job.handed_over.call_id, call)
+        jobs.put(lambda: self._carry_out(job, call, store, buffer))
+        return told
+
+    def told(self, call_id: bytes, rank: int) -> Told | None:
+        """How a job has ended, once it has; None where it is not known here."""
+        with self._lock:
+            jobs = self._ranks.get(rank)
+            ended = jobs.ended.get(call_id) if jobs is not None else None
+            call = jobs.calls.get(call_id) if jobs is not None else None
+        if ended is None or call is None:
+            return None
+        ended.wait()
+        return call.told
+
+    def _carry_out(self, job: DeputyJob, call: DeputyCall, store: Store | None, buffer: SharedBuffer | None) -> None:
+        try:
+            call.told = self._written_and_delivered(job, call, store, buffer)
+        finally:
+            _close(buffer)
+            with self._lock:
+                self._num_open -= 1
+                self._ranks[job.handed_over.rank].end(job.handed_over.call_id)
+
+    def _written_and_delivered(
+        self, job: DeputyJob, call: DeputyCall, store: Store | None, buffer: SharedBuffer | None
+    ) -> Told:
+        handed, file = job.handed_over, job.part.file
+        if file is None or store is None or buffer is None:
+            return call.deliver(job.part.prepared)
+        pulse = SavePulse(
+            lambda mark, nbytes: self._link.progress(handed.call_id, handed.rank, mark, nbytes), self._pulse_s
+        )
+        pulse.start()
+        try:
+            crcs = write_sealed(store, file.key, buffer.memory, file.nbytes, file.open_ends, pulse.advance)
+        except SaveOverError:
+            assert pulse.failed is not None
+            return pulse.failed
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the other ranks wait for this part
+            return call.fail(error)
+        finally:
+            pulse.end()
+        reached(Point.BEFORE_RESULT)
+        return call.deliver(SealedPart(job.part.prepared, crcs.tobytes()).encoded())
+
+
+class _RankJobs:
+    """The jobs of one rank, and the thread that carries them out in order."""
+
+    def __init__(self) -> None:
+        self.latest: DeputyCall | None = None
+        self.calls: dict[bytes, DeputyCall] = {}
+        self.ended: dict[bytes, threading.Event] = {}
+        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, call_id: bytes, call: DeputyCall) -> None:
+        self.latest = call
+        self.calls[call_id], self.ended[call_id] = call, threading.Event()
+        over = [one for one, event in self.ended.items() if event.is_set()]
+        for old in over[:-_REMEMBERED_JOBS]:
+            del self.calls[old], self.ended[old]
+
+    def put(self, job: Callable[[], None]) -> None:
+        self._waiting.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="agent-writer", daemon=True)
+            self._thread.start()
+
+    def end(self, call_id: bytes) -> None:
+        self.ended[call_id].set()
+
+    def _run(self) -> None:
+        while True:
+            job = self._waiting.get()
+            try:
+                job()
+            except Exception:
+                logger.exception("a node agent's job ended with an error that nobody was told of")
+
+
+def _store_of(job: DeputyJob) -> Store | None:
+    """The store into which the job writes, opened as the rank would."""
+    os.environ.update(job.variables)
+    file = job.part.file
+    if file is None:
+        return None
+    store = open_store(file.place)
+    return store if file.sync_files else without_sync(store)
+
+
+def _close(buffer: SharedBuffer | None) -> None:
+    if buffer is not None:
+        buffer.close()
+
+
+__all__ = ["DeputyJob", "FileJob", "NodeAgent", "SaveOverError", "SavePulse", "StagedPart"]
