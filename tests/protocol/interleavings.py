@@ -894,11 +894,15 @@ class Group:
             if epoch == self.epoch:
                 self._record = pickle.dumps(record)
 
-        return Coordinator(self.name, execute=self._begin_step, clock=lambda: self.now_s, keep=keep)
+        def execute(step: Callable[[], None]) -> None:
+            self._begin_step(step, epoch)
 
-    def _begin_step(self, step: Callable[[], None]) -> None:
-        fiber = Fiber(f"coordinator {self.name}/{self.epoch}, step {len(self.steps)}", self, step)
-        fiber.epoch = self.epoch
+        return Coordinator(self.name, execute=execute, clock=lambda: self.now_s, keep=keep)
+
+    def _begin_step(self, step: Callable[[], None], epoch: int) -> None:
+        """A step of any coordinator: one that another has taken the place of goes on for a while."""
+        fiber = Fiber(f"coordinator {self.name}/{epoch}, step {len(self.steps)}", self, step)
+        fiber.epoch = epoch
         self.steps.append(fiber)
 
     @property
