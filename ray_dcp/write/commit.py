@@ -25,7 +25,15 @@ from ray_dcp.errors import (
     SupersededError,
 )
 from ray_dcp.format.manifest import decode_facts, metadata_digest
-from ray_dcp.format.names import MANIFEST, METADATA, attempt_order, is_newer, new_attempt, parse_shard_file
+from ray_dcp.format.names import (
+    MANIFEST,
+    METADATA,
+    attempt_order,
+    is_newer,
+    new_attempt,
+    parse_shard_file,
+    shard_files_named_in,
+)
 from ray_dcp.store.store import Store, StoredObject, get_or_none
 from ray_dcp.trace_points import Point, reached
 
@@ -88,9 +96,18 @@ class Commit:
 
 
 def committed_by(store: Store, attempt: str) -> bytes | None:
-    """The ``.metadata`` that is committed now if it is that of ``attempt``, else None."""
+    """The ``.metadata`` that is committed now if it is that of ``attempt``, else None.
+
+    Its own shard files tell: the manifest is already a newer attempt's right before that commits. One without any is
+    told by the manifest.
+    """
+    metadata = get_or_none(store, METADATA)
+    named = (parse_shard_file(key) for key in shard_files_named_in(metadata or b""))
+    attempts = {shard.attempt for shard in named if shard is not None}
+    if metadata is None or attempts:
+        return metadata if attempt in attempts else None
     with suppress(ObjectNotFoundError, CorruptCheckpointError, FormatVersionError):
-        facts, metadata = decode_facts(store.get(MANIFEST), file=MANIFEST), store.get(METADATA)
+        facts = decode_facts(store.get(MANIFEST), file=MANIFEST)
         if (facts.attempt, facts.metadata_digest) == (attempt, metadata_digest(metadata)):
             return metadata
     return None

@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 import ray_dcp as dcp
 from ray_dcp import CheckpointException, LocalShards, StoreReader, StoreWriter
 from ray_dcp.errors import StateDictError, StoreError, SupersededError
-from ray_dcp.format.manifest import decode_manifest
+from ray_dcp.format.manifest import decode_facts, decode_manifest
 from ray_dcp.format.names import ShardFile, parse_shard_file
 from ray_dcp.store.local import LocalStore
 from ray_dcp.store.open import open_store
+from ray_dcp.write.commit import committed_by
 from ray_dcp.write.results import StoredItem
 from tests.ranks import ThreadRanks, require_no_errors
 from tests.shardings import same_bits
@@ -321,3 +322,26 @@ class TestTwoAttemptsAtOnePlace:
         writer, metadata, write = self.begin(tmp_path, 3.0)
         writer.finish(metadata, [write()])
         assert self.loaded(tmp_path) == [3.0] * 4
+
+
+def attempt_of(folder) -> str:
+    return decode_facts((folder / "manifest.parquet").read_bytes(), file="").attempt
+
+
+@pytest.mark.parametrize("state", [{"w": torch.ones(2)}, {}], ids=["", "of nothing"])
+def test_a_writer_is_told_whether_its_attempt_is_committed(tmp_path, state):
+    require_no_errors(ThreadRanks(1).save(lambda rank: state, tmp_path))
+    committed = (tmp_path / ".metadata").read_bytes()
+    assert committed_by(LocalStore(tmp_path), attempt_of(tmp_path)) == committed
+    assert committed_by(LocalStore(tmp_path), "0" * 24) is None
+    assert committed_by(LocalStore(tmp_path / "nothing"), attempt_of(tmp_path)) is None
+
+
+def test_an_attempt_is_committed_until_a_newer_one_that_has_put_its_manifest_is(tmp_path):
+    ranks = ThreadRanks(1)
+    require_no_errors(ranks.save(lambda rank: {"w": torch.ones(2)}, tmp_path))
+    older, committed = attempt_of(tmp_path), (tmp_path / ".metadata").read_bytes()
+    require_no_errors(ranks.save(lambda rank: {"w": torch.zeros(2)}, tmp_path))
+    (tmp_path / ".metadata").write_bytes(committed)
+    assert committed_by(LocalStore(tmp_path), older) == committed
+    assert committed_by(LocalStore(tmp_path), attempt_of(tmp_path)) is None
