@@ -198,12 +198,10 @@ ROWS = (
     ),
     Row(
         "a node agent stands still",
-        "`CheckpointException` naming the rank whose part it had; the next save has another agent",
-        f"{_seconds('stall_timeout_s')}",
-        "the previous checkpoint",
-        (
-            "cluster.test_node_agents::test_an_agent_that_stands_still_is_named_after_the_stall_limit_and_another_one_takes_its_place",
-        ),
+        "nothing: it is ended, the ranks write by themselves, and the next save has another agent",
+        "20 s",
+        "the new checkpoint",
+        ("cluster.test_node_agents::test_an_agent_that_stands_still_is_ended_and_the_ranks_write_by_themselves",),
     ),
     Row(
         "an asynchronous save fails and nobody looks",

@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 import torch
+import torch.distributed as dist
 
 import ray_dcp as dcp
 from ray_dcp import LocalShards
+from ray_dcp.cluster import current
 from tests.cluster.test_group import ray_dcp_actors, until
 from tests.interop import layouts
 from tests.slack import within
@@ -24,7 +27,6 @@ def shard(rank: int, world_size: int, value: float | None = None) -> LocalShards
 
 
 def found_by_themselves(rank: int, folder: Path) -> tuple[object, ...]:
-    import torch.distributed as dist
 
     group = dcp.current_group()
     again = dcp.current_group()
@@ -135,8 +137,27 @@ def name_of_the_group(rank: int) -> str:
     return group.name
 
 
+def one_process_group_after_another(rank, folder):
+    """The names of their two groups, and which of them have a coordinator in the end, while the second goes on."""
+    current.set_joined(None)
+    names = []
+    for number in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store-{number}", rank=rank, world_size=2)
+        try:
+            names.append(name_of_the_group(rank))
+            if number == 1:
+                until(lambda: f"coordinator/{names[0]}" not in ray_dcp_actors(), timeout_s=30)
+                going_on = [name for name in names if f"coordinator/{name}" in ray_dcp_actors()]
+                dcp.current_group().barrier()
+        finally:
+            dist.destroy_process_group()
+    for group in [group for group in current.joined_groups() if group.name in names]:
+        group.close()
+    return names, going_on
+
+
 def test_the_group_of_a_process_group_that_has_ended_is_closed(ranks, tmp_path):
-    first, second = (layouts.in_group(ranks, 2, name_of_the_group, tmp_path)[0] for _ in range(2))
-    assert first != second
-    until(lambda: f"coordinator/{first}" not in ray_dcp_actors(), timeout_s=20)
-    assert f"coordinator/{second}" in ray_dcp_actors()
+    calls = [a.call.remote(one_process_group_after_another, r, tmp_path) for r, a in enumerate(ranks.actors(2))]
+    for names, going_on in ray.get(calls, timeout=within(120)):
+        assert len(set(names)) == 2
+        assert going_on == names[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -26,8 +27,6 @@ _TAKE_TIMEOUT_S = 5.0
 _FROZEN_S = 20.0
 """An agent that does not even say that it is up for this long is ended, so that another one can take its place."""
 _ASK_EVERY_S = 1.0
-_HEARS_OF_FAILURE_S = 5.0
-"""How long an agent may go on with a save that has failed: it moves one piece of bytes before it notices."""
 
 
 class AgentLink:
@@ -74,29 +73,29 @@ class AgentLink:
         return told
 
     def told(self, job: DeputyJob, look: Callable[[], object]) -> Told | None:
-        """How the job has ended, once it has; None where the agent is gone, so that the rank does it by itself."""
-        handed = job.handed_over
-        asked = self._handle.told.remote(handed.call_id, handed.rank)
-        while True:
-            try:
-                told: Told | None = ray.get(asked, timeout=_ASK_EVERY_S)
-            except GetTimeoutError:
-                try:
-                    look()
-                except BaseException:
-                    self._require_answer(asked)
-                    raise
-            except RayError as error:
-                self._lost(f"is gone: {first_line_of(error)}")
-                return None
-            else:
-                return told
+        """How the job has ended, once it has; None where the agent is gone, so that the rank does it by itself.
 
-    def _require_answer(self, asked: Any) -> None:
-        """End an agent that does not hear, either, that a save has failed: the next save is to have another one."""
-        if not ray.wait([asked], timeout=_HEARS_OF_FAILURE_S)[0]:
-            ray.kill(self._handle)
-            self._lost("stands still, and was ended")
+        One that does not even say that it is up is ended.
+        """
+        agent, handed = self._handle, job.handed_over
+        asked = agent.told.remote(handed.call_id, handed.rank)
+        knock, knocked_s = None, 0.0
+        try:
+            while not ray.wait([asked], timeout=_ASK_EVERY_S)[0]:
+                look()
+                if knock is None:
+                    knock, knocked_s = agent.is_up.remote(), time.monotonic()
+                elif ray.wait([knock], timeout=0)[0]:
+                    knock = None
+                elif time.monotonic() - knocked_s > _FROZEN_S:
+                    ray.kill(agent)
+                    self._lost(f"has not answered for {_FROZEN_S:g} s and was ended")
+                    return None
+            told: Told | None = ray.get(asked)
+        except RayError as error:
+            self._lost(f"is gone: {first_line_of(error)}")
+            return None
+        return told
 
     def _lost(self, how: str) -> None:
         """Let the next save start another agent."""
