@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
-from ray_dcp.cluster.agent.agent_actor import agent_name
+from ray_dcp.cluster.agent import agent_link
+from ray_dcp.cluster.agent.agent_actor import AgentActor, agent_name
 from ray_dcp.settings import Limits
 from ray_dcp.trace_points import Point
 from tests.actors import SharedRanks
@@ -199,6 +201,26 @@ def test_a_save_commits_when_all_its_ranks_are_killed_and_the_agent_ends_with_th
     until((tmp_path / "now" / ".metadata").exists, timeout_s=30)
     require_saved(tmp_path / "now", 2, 2.0)
     until(lambda: agents_of("agents") == 0, timeout_s=60)
+
+
+def test_an_agent_that_does_not_come_is_waited_for_once_and_told_of(ray_session, tmp_path, monkeypatch, caplog):
+    def start_nowhere(group, limits):
+        return ray.remote(resources={"a node that is not there": 1})(AgentActor).remote(group, limits)
+
+    monkeypatch.setattr(agent_link, "start_agent", start_nowhere)
+    monkeypatch.setattr(agent_link, "_AGENT_STARTS_IN_S", 1.0)
+    began = time.monotonic()
+    with dcp.RankGroup.join("nowhere", rank=0, world_size=1):
+        for step in range(3):
+            dcp.async_save({"w": torch.full((3,), float(step))}, checkpoint_id=tmp_path / f"{step}").result(within(60))
+    assert time.monotonic() - began > 1.0
+    assert [one.getMessage() for one in caplog.records if "has not started" in one.getMessage()] == [
+        "the node agent of group 'nowhere' has not started within 1 s; this rank writes by itself, and its death would "
+        "lose the save"
+    ]
+    loaded = {"w": torch.zeros(3)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "2", no_dist=True)
+    assert loaded["w"].tolist() == [2.0] * 3
 
 
 def save_without(rank, world_size, place, value):

@@ -55,7 +55,10 @@ class AgentLink:
         """
         try:
             self.start()
-            if not ray.wait([self._up], timeout=_AGENT_STARTS_IN_S if wait else 0)[0]:
+            patience_s = _AGENT_STARTS_IN_S if wait and not self._warned else 0
+            if not ray.wait([self._up], timeout=patience_s)[0]:
+                if wait:  # later saves take it if it comes by then, and wait no more
+                    self._say_once(f"has not started within {_AGENT_STARTS_IN_S:g} s")
                 return None
             ray.get(self._up)
         except RayError as error:
