@@ -155,11 +155,14 @@ def async_save(
 ) -> AsyncSaveResponse:
     """Save in the background what the state dict holds now; every rank calls this.
 
-    Returns when what this rank will write is copied: then the state dict may change. The response is also a future of
-    the checkpoint's ``Metadata``; a save that has begun cannot be cancelled. Saves of a rank are written one at a time,
-    in order; a call waits for the one before, and the interpreter waits at exit. A failure that nobody looked at is
-    raised by the next save or load of that rank as ``EarlierSaveError``, when that has done its own work, or is told on
-    stderr when the process ends.
+    Returns when what this rank will write is copied: then the state dict may change. In a group an agent of the node
+    writes the copy, so that a rank which is killed from then on loses nothing. The first save starts the agent and may
+    be without it; ``RAY_DCP_AGENTS=0``, or a planner or writer of yours, leaves the writing to a thread here.
+
+    The response is also a future of the checkpoint's ``Metadata``; a save that has begun cannot be cancelled. Saves of
+    a rank are written one at a time, in order; a call waits for the one before, and the interpreter waits at exit. A
+    failure that nobody looked at is raised by the next save or load of that rank as ``EarlierSaveError``, when that has
+    done its own work, or is told on stderr when the process ends.
 
     An ``async_stager``, or a ``storage_writer`` of yours that is one, stages the whole state dict instead. Where its
     ``stage`` returns a future this call does not wait: the state dict may change when ``staging_completion`` is done.
