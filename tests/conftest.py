@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -87,6 +88,22 @@ def random_states(*, share: int = 1) -> settings:
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left_behind() -> Iterator[None]:
+    """A group that a test has joined in this process is closed with it: later tests would save and load in it."""
+
+    def known() -> Any:
+        current = sys.modules.get("ray_dcp.cluster.current")
+        return current.known_group() if current is not None else None
+
+    before = known()
+    yield
+    after = known()
+    if after is not None and after is not before:
+        after.close()
+        pytest.fail(f"the test has joined {after!r} and not closed it")
 
 
 @pytest.fixture(scope="session")

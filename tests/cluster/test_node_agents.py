@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import ray
@@ -210,7 +211,7 @@ def test_an_agent_that_does_not_come_is_waited_for_once_and_told_of(ray_session,
     monkeypatch.setattr(agent_link, "start_agent", start_nowhere)
     monkeypatch.setattr(agent_link, "_AGENT_STARTS_IN_S", 1.0)
     began = time.monotonic()
-    with dcp.RankGroup.join("nowhere", rank=0, world_size=1):
+    with closing(dcp.RankGroup.join("nowhere", rank=0, world_size=1)):
         for step in range(3):
             dcp.async_save({"w": torch.full((3,), float(step))}, checkpoint_id=tmp_path / f"{step}").result(within(60))
     assert time.monotonic() - began > 1.0
@@ -226,9 +227,8 @@ def test_an_agent_that_does_not_come_is_waited_for_once_and_told_of(ray_session,
 def save_without(rank, world_size, place, value):
     os.environ["RAY_DCP_AGENTS"] = "0"
     try:
-        with dcp.RankGroup.join("no-agents", rank=rank, world_size=world_size):
+        with closing(dcp.RankGroup.join("no-agents", rank=rank, world_size=world_size)) as group, group:
             outcome = save_and_wait(rank, world_size, place, value)
-        dcp.current_group()
     finally:
         del os.environ["RAY_DCP_AGENTS"]
     return outcome
