@@ -153,6 +153,14 @@ class DeputyCall:
                     self._link.reconnect()
         return self._end(_failed_with(error))
 
+    def hand_back(self, error: Exception) -> Told:
+        """Give the part back to the rank, since this deputy cannot go on: else nobody would look at how the rank is."""
+        try:
+            return self._end(self._handed_back(error))
+        except Exception as undelivered:  # noqa: BLE001 - the rank must hear of it, whatever the way to others says
+            told = _failed_with(undelivered)
+            return self._end(replace(told, taken_back=True))
+
     def announce_again(self) -> None:
         """Announce to a coordinator that starts over this call's deputy, and before it those of earlier calls."""
         if self._after is not None and self._after.told is not None:
@@ -205,7 +213,7 @@ class DeputyCall:
             return None  # it died once more; whoever sends next finds out
         return None
 
-    def _handed_back(self, error: CoordinatorLostError) -> Told:
+    def _handed_back(self, error: Exception) -> Told:
         """Give the part back to the rank, which may live, and can look closer; a dead rank fails the call by that."""
         told = _failed_with(error)
         with suppress(CoordinatorLostError):

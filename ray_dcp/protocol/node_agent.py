@@ -155,6 +155,9 @@ class NodeAgent:
     def _carry_out(self, job: DeputyJob, call: DeputyCall, store: Store | None, buffer: SharedBuffer | None) -> None:
         try:
             call.told = self._written_and_delivered(job, call, store, buffer)
+        except Exception as error:
+            logger.exception("a node agent cannot end a save of rank %d, which goes on by itself", job.handed_over.rank)
+            call.hand_back(error)
         finally:
             _close(buffer)
             with self._lock:

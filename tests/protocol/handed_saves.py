@@ -84,8 +84,17 @@ class DirectLink:
 
     group = "g"
 
-    def __init__(self, coordinators: list[Coordinator], deputy: str, before: Any = lambda what: None) -> None:
+    def __init__(
+        self,
+        coordinators: list[Coordinator],
+        deputy: str,
+        before: Any = lambda what: None,
+        *,
+        patience_s: float = 0,
+    ) -> None:
+        """``patience_s``: how long a delivered part waits for those of others."""
         self._coordinators, self._deputy, self._before = coordinators, deputy, before
+        self._patience_s = patience_s
         self.sent: list[tuple[Any, ...]] = []
 
     def _ask(self, what: str, call_id: bytes, rank: int, ask: Any) -> Any:
@@ -101,13 +110,19 @@ class DirectLink:
 
     def deliver(self, call_id: bytes, rank: int, phase: str, message: bytes, again: bool) -> Any:
         def ask(to: Coordinator, one: CallId) -> bytes:
-            return to.contribute(one, rank, phase, message, again=again).result(0)
+            return to.contribute(one, rank, phase, message, again=again).result(self._patience_s)
 
         return self._ask(phase, call_id, rank, ask)
 
     def fail(self, call_id: bytes, rank: int, error: bytes, traced: str) -> Any:
         failure = RankFailure.of_deputy(error, rank=rank, phase="write", traced=traced)
         return self._ask("fail", call_id, rank, lambda to, one: to.fail(one, rank, failure))
+
+    def progress(self, call_id: bytes, rank: int, mark: int, nbytes: int) -> Any:
+        def ask(to: Coordinator, one: CallId) -> Any:
+            return to.deputy_progress(one, rank, self._deputy, mark, nbytes)
+
+        return self._ask("progress", call_id, rank, ask)
 
     def reconnect(self) -> None:
         """The coordinator of the moment is always in reach."""

@@ -39,13 +39,16 @@ class AgentLink:
         self._handle: Any = None
         self._up: Any = None
         self._warned = False
+        self._agents: dict[bytes, Any] = {}
+        """Which agent has each job that is not over: while one goes on another may have taken its agent's place."""
 
-    def start(self) -> None:
-        """Have the agent start, unless it is there."""
+    def start(self) -> tuple[Any, Any]:
+        """The agent's handle, and a reference that is there once it is up; it starts, unless it is there."""
         with self._lock:
             if self._handle is None:
                 self._handle = start_agent(self._group, self._limits)
                 self._up = self._handle.is_up.remote()
+            return self._handle, self._up
 
     def take(self, job: DeputyJob, *, wait: bool) -> Told | None:
         """Give ``job`` to the agent. None where there is none: not yet, unless this is to ``wait`` for it, or no more.
@@ -53,26 +56,28 @@ class AgentLink:
         The rank then does it by itself, carefully where what is returned says ``taken_back``: an agent that does not
         answer may have the job.
         """
+        agent, up = None, None
         try:
-            self.start()
+            agent, up = self.start()
             patience_s = _AGENT_STARTS_IN_S if wait and not self._warned else 0
-            if not ray.wait([self._up], timeout=patience_s)[0]:
+            if not ray.wait([up], timeout=patience_s)[0]:
                 if wait:  # later saves take it if it comes by then, and wait no more
                     self._say_once(f"has not started within {_AGENT_STARTS_IN_S:g} s")
                 return None
-            ray.get(self._up)
+            ray.get(up)
         except RayError as error:
-            self._lost(f"is not there: {first_line_of(error)}")
+            self._lost(agent, f"is not there: {first_line_of(error)}")
             return None
         try:
-            told: Told = ray.get(self._handle.take.remote(job), timeout=_TAKE_TIMEOUT_S)
+            told: Told = ray.get(agent.take.remote(job), timeout=_TAKE_TIMEOUT_S)
         except RayTaskError as error:
             self._say_once(f"cannot write this rank's part: {first_line_of(error.cause)}")
             return None
         except (RayError, GetTimeoutError) as error:
-            threading.Thread(target=_end_if_frozen, args=(self._handle,), daemon=True).start()
-            self._lost(f"does not answer: {first_line_of(error)}")
+            threading.Thread(target=_end_if_frozen, args=(agent,), daemon=True).start()
+            self._lost(agent, f"does not answer: {first_line_of(error)}")
             return Told(taken_back=True)
+        self._agents[job.handed_over.call_id] = agent
         return told
 
     def told(self, job: DeputyJob, look: Callable[[], object]) -> Told | None:
@@ -80,7 +85,8 @@ class AgentLink:
 
         One that does not even say that it is up is ended.
         """
-        agent, handed = self._handle, job.handed_over
+        handed = job.handed_over
+        agent = self._agents[handed.call_id]
         asked = agent.told.remote(handed.call_id, handed.rank)
         knock, knocked_s = None, 0.0
         try:
@@ -92,18 +98,20 @@ class AgentLink:
                     knock = None
                 elif time.monotonic() - knocked_s > _FROZEN_S:
                     ray.kill(agent)
-                    self._lost(f"has not answered for {_FROZEN_S:g} s and was ended")
+                    self._lost(agent, f"has not answered for {_FROZEN_S:g} s and was ended")
                     return None
             told: Told | None = ray.get(asked)
         except RayError as error:
-            self._lost(f"is gone: {first_line_of(error)}")
+            self._lost(agent, f"is gone: {first_line_of(error)}")
             return None
+        self._agents.pop(handed.call_id, None)
         return told
 
-    def _lost(self, how: str) -> None:
-        """Let the next save start another agent."""
+    def _lost(self, agent: Any, how: str) -> None:
+        """Let the next save start another agent in the place of ``agent``, unless that has been done."""
         with self._lock:
-            self._handle = self._up = None
+            if self._handle is agent:
+                self._handle = self._up = None
         self._say_once(how)
 
     def _say_once(self, what: str) -> None:

@@ -1,0 +1,62 @@
+"""What a node agent does with the jobs of its ranks, in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_dcp.protocol.node_agent import DeputyJob, NodeAgent, StagedPart
+from tests.protocol.handed_saves import DirectLink, planned
+from tests.protocol.test_coordinator import formed
+from tests.protocol.test_deputies import require_committed
+
+
+def refuse(what):
+    if what in ("write", "fail"):
+        raise RuntimeError("the way to the coordinator is broken in some new way")
+
+
+def job_of(one):
+    return DeputyJob(one.handed_over, StagedPart(one.write_message, None))
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["", "and it cannot say so either"])
+def test_a_job_that_ends_without_the_coordinator_having_heard_of_it_is_the_ranks_again(tmp_path, back, caplog):
+    """The coordinator went on counting the agent's signs of life, and none of the rank's, which was at work."""
+    coordinator = formed(1)
+    (one,) = planned(coordinator, tmp_path / "c", world_size=1)
+
+    def before(what):
+        refuse("fail" if back and what == "hand back" else what)
+
+    agent = NodeAgent(DirectLink([coordinator], "agent-0", before))
+    assert not agent.take(job_of(one)).failed
+    told = agent.told(one.handed_over.call_id, 0)
+    assert told is not None
+    assert told.taken_back
+    assert "broken in some new way" in told.text
+    assert agent.num_open == 0
+    assert coordinator.has_part_with("agent-0") is back
+    assert one.write(coordinator).exception(0) is None
+    require_committed(tmp_path / "c", [one])
+    assert "cannot end a save of rank 0" in caplog.text
+
+
+def test_the_job_after_one_that_has_ended_so_is_carried_out(tmp_path):
+    coordinator, broken = formed(1), ["write"]
+
+    def before(what):
+        if what in broken:
+            broken.remove(what)
+            refuse(what)
+
+    agent = NodeAgent(DirectLink([coordinator], "agent-0", before, patience_s=30))
+    saves = []
+    for number in (0, 1):
+        saves += planned(coordinator, tmp_path / str(number), world_size=1, number=number)
+        agent.take(job_of(saves[-1]))
+    first, second = saves
+    assert agent.told(first.handed_over.call_id, 0).taken_back
+    first.write(coordinator).result(0)
+    assert not agent.told(second.handed_over.call_id, 0).failed
+    require_committed(tmp_path / "0", [first])
+    require_committed(tmp_path / "1", [second])
