@@ -32,8 +32,12 @@ _SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",  # else Ray ends the ranks when some other program takes the memory
     "RAY_AUTH_MODE": "disabled",  # a cluster of our own; else Ray leaves a token in the home folder
 }
-_WORKLOADS = ("large", "small", "scalars", "replicas", "async", "spread")
+_WORKLOADS = (
+    "large", "small", "scalars", "replicas", "async", "async_replicas", "spread", "drain", "first", "steady"
+)  # fmt: skip
 _QUICK_NBYTES, _QUICK_READERS = 2**24, 2
+_MAX_FIRST_RUNS = 5
+_NUM_STEADY, _QUICK_STEADY = 30, 2
 _COLUMNS = 100
 """Of what is printed into a file or a pipe."""
 _UNIT_NBYTES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -69,8 +73,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=_WORKLOADS,
         metavar="NAME",
         help="of: large (save, load, reshard; save without fsync; checksums off), small (4,000 tensors a rank), "
-        "scalars (20,000), replicas (a model whole on each rank, compared or not), async, "
-        "spread (saved by 2 ranks, loaded by 8) (default: all)",
+        "scalars (20,000), replicas (a model whole on each rank, compared or not), async, async_replicas, "
+        "spread (saved by 2 ranks, loaded by 8), drain (computing while an asynchronous save drains), first (the first "
+        "asynchronous save of new ranks), steady (memory of many) (default: all)",
     )
     parser.add_argument(
         "--runs",
@@ -131,11 +136,11 @@ def _compare(options: argparse.Namespace, console: Any) -> dict[str, Any]:
         console.print(tables.heading(where, sides, options.runs, options.seed), highlight=False)
         console.print(tables.banner(company.objections_at_start()))
         # Asked while Ray runs: what its processes have done cannot be told from a stranger's work once they are gone.
-        results, spread, objections = _measure(options, sides, folder, console, company.objections)
-    verified = all(result.verified for result in [*results, *spread])
+        results, others, objections = _measure(options, sides, folder, console, company.objections)
+    verified = all(result.verified for result in [*results, *others])
     valid = verified and not objections and not options.quick
-    lines = lines_of(results, spread)
-    _show(results, spread, lines, valid, console)
+    lines = lines_of(results, others)
+    _show(results, others, lines, valid, console)
     console.print(tables.banner(objections))
     return {
         "valid": valid,
@@ -149,7 +154,7 @@ def _compare(options: argparse.Namespace, console: Any) -> dict[str, Any]:
         "durability": {side: DURABILITY[side] for side in sides},
         "targets": [as_json(line, valid=valid) for line in lines],
         "workloads": [result.as_json() for result in results],
-        "spread": [result.as_json() for result in spread],
+        **{result.name: [result.as_json()] for result in others},
     }
 
 
@@ -161,36 +166,53 @@ def _measure(
     objections: Callable[[], list[str]],
 ) -> tuple[list[Any], list[Any], list[str]]:
     """What the chosen workloads have shown, and ``objections`` to it."""
-    from side_by_side import cluster, rounds, spread, tables, workloads
+    from side_by_side import cluster, drain, first_save, rounds, spread, steady, tables, workloads
 
     size = options.size if not options.quick else _QUICK_NBYTES
     counts = (4000, 20_000) if not options.quick else (40, 200)
     num_readers = workloads.NUM_READERS if not options.quick else _QUICK_READERS
     known = workloads.all_workloads(size, *counts)
     chosen = [known[name] for name in known if name in options.workloads]
-    spreads = [workloads.spread(size, num_readers)] if "spread" in options.workloads else []
-    num_steps = len(chosen) * rounds.num_steps(sides, options.runs)
+    num_firsts = min(options.runs, _MAX_FIRST_RUNS)
+    steady_state = workloads.steady(size, _NUM_STEADY if not options.quick else _QUICK_STEADY)
+    steps_of = {
+        "spread": spread.num_steps(sides),
+        "drain": drain.num_steps(sides, options.runs),
+        "first": first_save.num_steps(sides, num_firsts),
+        "steady": steady.num_steps(steady_state),
+    }
+    num_steps = sum(num for name, num in steps_of.items() if name in options.workloads)
     with contextlib.ExitStack() as until_done:
-        steps = tables.Steps(console, num_steps + len(spreads) * spread.num_steps(sides))
+        steps = tables.Steps(console, len(chosen) * rounds.num_steps(sides, options.runs) + num_steps)
         step = until_done.enter_context(steps).begin
         # Ray puts a handler of its own there, which aborts.
         until_done.enter_context(cluster.cluster(workloads.NUM_RANKS, num_readers, when_up=clean_up_on_sigterm))
         ranks = until_done.enter_context(cluster.ranks(workloads.NUM_RANKS, folder))
         for side in sides:
             ranks.run("try_out", side, f"{folder}/try-out-{side}")
-        on = rounds.Place(ranks, cluster.coordinator_of(ranks), folder)
+        on = rounds.Place(ranks, lambda: cluster.helpers_of(ranks), folder)
         results = [rounds.measure_workload(each, sides, on, options.runs, options.seed, step) for each in chosen]
-        read = [spread.measure_spread(each, sides, on, cluster.readers, step) for each in spreads]
-        return results, read, objections()
+        measure_other: dict[str, Callable[[], Any]] = {
+            "spread": lambda: spread.measure_spread(
+                workloads.spread(size, num_readers), sides, on, cluster.readers, step
+            ),
+            "drain": lambda: drain.measure_drain(workloads.drain(size), sides, on, options.runs, options.seed, step),
+            "first": lambda: first_save.measure_first(
+                workloads.first(size), sides, on, cluster.readers, num_firsts, options.seed, step
+            ),
+            "steady": lambda: steady.measure_steady(steady_state, on, cluster.readers, cluster.helpers_of, step),
+        }
+        others = [measure() for name, measure in measure_other.items() if name in options.workloads]
+        return results, others, objections()
 
 
-def _show(results: Sequence[Any], spread: Sequence[Any], lines: Sequence[Any], valid: bool, console: Any) -> None:
+def _show(results: Sequence[Any], others: Sequence[Any], lines: Sequence[Any], valid: bool, console: Any) -> None:
     from side_by_side import tables
 
     for result in results:
         console.print(tables.table_of(result), *tables.summary_lines(result), "", sep="\n", highlight=False)
-    for result in spread:
-        console.print(tables.spread_table(result), highlight=False)
+    for result in others:
+        console.print(tables.other_table(result), highlight=False)
     if lines:
         console.print(tables.targets_table(lines, valid=valid), highlight=False)
 

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 import ray_dcp
+from ray_dcp.cluster.agent.agent_actor import agent_name
 from side_by_side.rank import Rank
 
 _OBJECT_STORE_NBYTES = 200 * 2**20
@@ -51,7 +52,12 @@ def readers(num_readers: int, folder: str) -> Iterator[ray_dcp.RankPool]:
         yield pool
 
 
-def coordinator_of(pool: ray_dcp.RankPool) -> int:
-    """The process of the pool's coordinator."""
-    coordinator: Any = ray.get_actor(f"coordinator/{pool.name}", namespace="ray_dcp")
-    return ray.get(coordinator.__ray_call__.remote(lambda actor: os.getpid()))
+def helpers_of(pool: ray_dcp.RankPool) -> list[int]:
+    """The processes that work for the pool's ranks: their coordinator, and their node's agent where it is up."""
+    node_id = ray.get_runtime_context().get_node_id()
+    helpers = []
+    for name in (f"coordinator/{pool.name}", agent_name(pool.name, node_id)):
+        with contextlib.suppress(ValueError):  # there is none of that name
+            helper: Any = ray.get_actor(name, namespace="ray_dcp")
+            helpers.append(ray.get(helper.__ray_call__.remote(lambda actor: os.getpid())))
+    return helpers

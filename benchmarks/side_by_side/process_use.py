@@ -1,10 +1,12 @@
-"""What a process uses for a while, as the kernel counts it: memory, CPU time, bytes read."""
+"""What processes use for a while, as the kernel counts it: memory, CPU time, bytes read."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,44 @@ class Used:
     """User and system time of all its threads, ended ones too; without its children's."""
     read_nbytes: int
     """What its read calls returned, from the page cache or past it; without sockets and mapped files."""
+
+
+def together(used: Iterable[Used]) -> Used:
+    """What several processes have used: the memory of the one that took most, and the sum of all else."""
+    each = list(used)
+    return Used(
+        extra_nbytes=max(one.extra_nbytes for one in each),
+        cpu_s=sum(one.cpu_s for one in each),
+        read_nbytes=sum(one.read_nbytes for one in each),
+    )
+
+
+class FamilyUse:
+    """What this process and the children that it has by now use, from the creation of this object on."""
+
+    def __init__(self) -> None:
+        self._uses = [ProcessUse()]
+        for child in _children():
+            with suppress(FileNotFoundError, ProcessLookupError, OSError):  # it has ended
+                self._uses.append(ProcessUse(child))
+
+    def so_far(self) -> Used:
+        own, *children = self._uses
+        used = [own.so_far()]
+        for child in children:
+            with suppress(FileNotFoundError, ProcessLookupError, OSError):
+                used.append(child.so_far())
+        return together(used)
+
+
+def kept_nbytes(pid: int) -> tuple[int, int]:
+    """The memory of process ``pid`` that no file backs: its own, and its share of what it shares with others.
+
+    Each page counts once among all processes that have it.
+    """
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines[1:])}
+    return sizes["Pss_Anon"], sizes["Pss_Shmem"]
 
 
 class ProcessUse:
@@ -52,3 +92,8 @@ def _cpu_clock(pid: int) -> int:
     if failed:
         raise OSError(failed, os.strerror(failed), str(pid))
     return clock.value
+
+
+def _children() -> list[int]:
+    threads = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for of_thread in threads for pid in of_thread.read_text().split()]

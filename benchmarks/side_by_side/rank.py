@@ -13,10 +13,13 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import ray_dcp
+from side_by_side.loops import LOOPS, rate_while
 from side_by_side.probes import Probes
 from side_by_side.sides import SIDES
 from side_by_side.states import Layout, Scalars, State, local_tensors
 from side_by_side.timed_call import TimedCall, start_together, timed
+
+_IDLE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,16 @@ class AsyncSave:
     """From the call until the state could change."""
     durable: TimedCall
     """From the call until the checkpoint was committed and durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """How many pieces of work a second a rank has done, by itself and beside a save."""
+
+    idle_per_s: float
+    meanwhile_per_s: float
+    seconds: float
+    """From the return of the asynchronous save until the checkpoint was durable."""
 
 
 class Rank:
@@ -101,17 +114,37 @@ class Rank:
         """The state is spoilt as soon as it may change: what is saved must be what it was at the call."""
         use = start_together(trim=self._warming_up)
         start_s = time.monotonic()
-        staged, wait_until_durable = SIDES[side].async_save(self._values, folder)
+        staged, until_durable = SIDES[side].async_save(self._values, folder)
         stalled_s = time.monotonic() - start_s
         if staged is not None:
             staged.result()
         staged_s = time.monotonic() - start_s
         for tensor in local_tensors(self._values):
             tensor.fill_(torch.nan)
-        wait_until_durable()
+        until_durable.result()
         durable = TimedCall(start_s, time.monotonic(), use.so_far())
         self._values = self._state.values(Layout.ROWS, self._mesh)
         return AsyncSave(stalled_s, staged_s, durable)
+
+    def warm_up(self, side: str, folder: str) -> None:
+        SIDES[side].warm_up(self._values, folder)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def compute_while_saving(self, side: str, folder: str, loop: str) -> Computed:
+        """``loop`` of ``LOOPS`` beside nothing, then beside an asynchronous save."""
+        piece = LOOPS[loop]()
+        start_together(trim=False)
+        idle_until_s = time.monotonic() + _IDLE_S
+        idle_per_s = rate_while(piece, lambda: time.monotonic() < idle_until_s)
+        start_together(trim=False)
+        _, until_durable = SIDES[side].async_save(self._values, folder)
+        returned_s = time.monotonic()
+        meanwhile_per_s = rate_while(piece, lambda: not until_durable.done())
+        seconds = time.monotonic() - returned_s
+        until_durable.result()
+        return Computed(idle_per_s, meanwhile_per_s, seconds)
 
     def differences_in(self, folder: str) -> list[str]:
         """Names of what is wrong in a checkpoint, as torch's own load reads it."""

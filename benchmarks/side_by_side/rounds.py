@@ -47,8 +47,8 @@ class Place:
     """Where it is measured."""
 
     ranks: Ranks
-    coordinator: int
-    """The process of ray_dcp's coordinator of these ranks."""
+    helpers: Callable[[], list[int]]
+    """The processes that work for these ranks on ray_dcp's side: their coordinator, and their agent once it is up."""
     folder: str
 
 
@@ -116,14 +116,14 @@ class Round:
         if who == LIMITS:
             self._probe(name, folder)
         elif name in _LAYOUT_OF:
-            loads, coordinator = self._run(who, "load", checkpoint, _LAYOUT_OF[name])
+            loads, helpers = self._run(who, "load", checkpoint, _LAYOUT_OF[name])
             differences = [load.differences for load in loads]
-            self.samples[name, who] = _sample([load.call for load in loads], coordinator, differences)
+            self.samples[name, who] = _sample([load.call for load in loads], helpers, differences)
         elif name == "durable":
             self._save_behind(who, checkpoint)
         else:
-            saved, coordinator = self._run(who, "save_unsynced" if name == "unsynced" else "save", checkpoint)
-            self.samples[name, who] = _sample(saved, coordinator)
+            saved, helpers = self._run(who, "save_unsynced" if name == "unsynced" else "save", checkpoint)
+            self.samples[name, who] = _sample(saved, helpers)
 
     def _probe(self, name: str, folder: str) -> None:
         """The limits of a measure, and of what is measured with it. The file of a plain write stays, to be read."""
@@ -143,8 +143,8 @@ class Round:
 
     def _save_behind(self, side: str, checkpoint: str) -> None:
         saves: list[AsyncSave]
-        saves, coordinator = self._run(side, "async_save", checkpoint)
-        durable = _sample([save.durable for save in saves], coordinator)
+        saves, helpers = self._run(side, "async_save", checkpoint)
+        durable = _sample([save.durable for save in saves], helpers)
         self.samples["durable", side] = durable
         self.samples["stall", side] = replace(durable, seconds=max(save.stalled_s for save in saves))
         self.samples["staged", side] = replace(durable, seconds=max(save.staged_s for save in saves))
@@ -164,8 +164,8 @@ class Round:
         """What the ranks return, and what processes other than theirs have used for this side."""
         if side in OF_TORCH:
             return self._ranks.run(method, side, *args), []
-        coordinator = ProcessUse(self._place.coordinator)
-        return self._ranks.run(method, side, *args), [coordinator.so_far()]
+        helpers = [ProcessUse(pid) for pid in self._place.helpers()]
+        return self._ranks.run(method, side, *args), [helper.so_far() for helper in helpers]
 
 
 def _sample(calls: Sequence[TimedCall], others: Sequence[Used], differences: Sequence[Sequence[str]] = ()) -> Sample:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -33,8 +33,6 @@ DURABILITY: Mapping[str, str] = {
 }
 """What is durable when a save returns, by default. ``save_unsynced`` is the one call without, on all sides."""
 
-WaitUntilDurable = Callable[[], Any]
-
 
 class Side(Protocol):
     """Called by every rank."""
@@ -49,8 +47,12 @@ class Side(Protocol):
         """How many bytes this rank has read from storage, where the side says so."""
         ...
 
-    def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, WaitUntilDurable]:
-        """Until when the state must not change (None: it may already), and how to wait for the end of the save."""
+    def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, Future[Any]]:
+        """Until when the state must not change (None: it may already), and until when the checkpoint is not durable."""
+        ...
+
+    def warm_up(self, state: dict[str, Any], folder: str) -> None:
+        """Do before training whatever the side has for that, so that its first asynchronous save is quicker."""
         ...
 
 
@@ -67,11 +69,14 @@ class TorchSide:
         torch_dcp.load(template, checkpoint_id=folder)
         return None
 
-    def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, WaitUntilDurable]:
+    def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, Future[Any]]:
         saving = torch_dcp.async_save(state, checkpoint_id=folder)
         if isinstance(saving, Future):
-            return None, saving.result
-        return saving.staging_completion, saving.upload_completion.result
+            return None, saving
+        return saving.staging_completion, saving.upload_completion
+
+    def warm_up(self, state: dict[str, Any], folder: str) -> None:
+        pass  # it has nothing for that
 
 
 class TorchBestSide:
@@ -94,7 +99,7 @@ class TorchBestSide:
         torch_dcp.load(template, checkpoint_id=folder)
         return None
 
-    def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, WaitUntilDurable]:
+    def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, Future[Any]]:
         if self._stager is None:
             self._stager = DefaultStager(StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False))
         saving = torch_dcp.async_save(
@@ -105,7 +110,10 @@ class TorchBestSide:
             async_stager=self._stager,
         )
         assert not isinstance(saving, Future), "staging behind the caller's back has a future of its own"
-        return saving.staging_completion, saving.upload_completion.result
+        return saving.staging_completion, saving.upload_completion
+
+    def warm_up(self, state: dict[str, Any], folder: str) -> None:
+        pass  # it has nothing for that
 
 
 class RayDcpSide:
@@ -120,9 +128,12 @@ class RayDcpSide:
     def load(self, template: dict[str, Any], folder: str) -> int | None:
         return ray_dcp.load(template, checkpoint_id=folder).nbytes_read
 
-    def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, WaitUntilDurable]:
+    def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, Future[Any]]:
         saving = ray_dcp.async_save(state, checkpoint_id=folder)
-        return saving.staging_completion, saving.upload_completion.result
+        return saving.staging_completion, saving.upload_completion
+
+    def warm_up(self, state: dict[str, Any], folder: str) -> None:
+        pass
 
 
 class UncheckedSide(RayDcpSide):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from side_by_side.drain import DrainResult
+from side_by_side.first_save import FirstResult
 from side_by_side.machine import Machine
 from side_by_side.results import MAX_PERCENT, Measure, WorkloadResult
 from side_by_side.sides import DURABILITY, RAY_DCP, TORCH, TORCH_BEST
 from side_by_side.spread import SpreadResult
-from side_by_side.targets import Line, Verdict
+from side_by_side.steady import SteadyResult
+from side_by_side.targets import Line, OtherResult, Verdict
 from side_by_side.workloads import NUM_RANKS
 
 _STYLE_OF = {Verdict.MET: "green", Verdict.MISSED: "red", Verdict.NOT_VALID: "dim"}
@@ -62,8 +67,7 @@ def heading(machine: Machine, sides: Sequence[str], num_runs: int, seed: int) ->
 def table_of(result: WorkloadResult) -> Table:
     """One row for each side of each measure, below the limit it is divided by."""
     title = f"{result.name}: {result.title}, {show_nbytes(result.nbytes)}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
+    table = _table(title)
     for name in ("min", "median", "per s", "% of limit", "extra mem", "CPU", "right"):
         table.add_column(name, justify="right", no_wrap=True)
     for measure in result.measures:
@@ -93,11 +97,10 @@ def summary_lines(result: WorkloadResult) -> list[str]:
     ]
 
 
-def spread_table(result: SpreadResult) -> Table:
+def _spread_table(result: SpreadResult) -> Table:
     """One row for each side of each layout."""
     title = f"{result.name}: saved by {NUM_RANKS} ranks, loaded by {result.num_readers}, {show_nbytes(result.nbytes)}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
+    table = _table(title)
     for name in ("needed", "read", "reported", "read / needed", "right"):
         table.add_column(name, justify="right", no_wrap=True)
     for layout, by_side in result.loads.items():
@@ -113,6 +116,70 @@ def spread_table(result: SpreadResult) -> Table:
             )
         table.add_section()
     return table
+
+
+def other_table(result: OtherResult) -> Table:
+    """Of what is measured otherwise than in rounds of the same calls."""
+    return _TABLE_OF[type(result)](result)
+
+
+def _drain_table(result: DrainResult) -> Table:
+    table = _table(f"{result.name}: computing while an asynchronous save drains, {show_nbytes(result.nbytes)}")
+    for name in ("idle per s", "meanwhile", "share: least", "median", "drain", "right"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for loop, by_side in result.samples.items():
+        for side, samples in by_side.items():
+            shares = result.shares(loop, side)
+            table.add_row(
+                f"{loop} {side}",
+                f"{median(sample.idle_per_s for sample in samples):.0f}",
+                f"{median(sample.meanwhile_per_s for sample in samples):.0f}",
+                f"{min(shares):.2f}",
+                f"{median(shares):.2f}",
+                _show_s(median(sample.seconds for sample in samples)),
+                _show_right(len(samples), sum(bool(sample.differences) for sample in samples)),
+            )
+        table.add_section()
+    return table
+
+
+def _first_table(result: FirstResult) -> Table:
+    table = _table(f"{result.name}: the first asynchronous save of new ranks, {show_nbytes(result.nbytes)}")
+    for name in ("stall", "durable: min", "median", "right"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for side, samples in result.samples.items():
+        durable = result.durable_runs_s(side)
+        table.add_row(
+            side,
+            _show_s(median(sample.stalled_s for sample in samples)),
+            _show_s(min(durable)),
+            _show_s(median(durable)),
+            _show_right(len(samples), sum(bool(sample.differences) for sample in samples)),
+        )
+    return table
+
+
+def _steady_table(result: SteadyResult) -> Table:
+    title = f"{result.name}: {len(result.kept)} asynchronous saves, {show_nbytes(result.nbytes)}"
+    table = _table(f"{title}: memory of the ranks, their coordinator and agent")
+    for name in ("private", "shared", "taken in a save"):
+        table.add_column(name, justify="right", no_wrap=True)
+    first, last = result.kept[0], result.kept[-1]
+    rows = (("before", result.before, None), ("first counted save", first, 0), ("last save", last, -1))
+    for name, kept, at in rows:
+        taken = "" if at is None else show_nbytes(result.taken_nbytes[at])
+        table.add_row(name, show_nbytes(kept.private_nbytes), show_nbytes(kept.shared_nbytes), taken)
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    return table
+
+
+def _show_right(num: int, num_wrong: int) -> str:
+    return f"{num - num_wrong}/{num}"
 
 
 def targets_table(lines: Sequence[Line], *, valid: bool) -> Table:
@@ -201,3 +268,11 @@ def _show_percent(percent: float) -> str:
 
 def _show_s(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+_TABLE_OF: Mapping[type[Any], Callable[[Any], Table]] = {
+    SpreadResult: _spread_table,
+    DrainResult: _drain_table,
+    FirstResult: _first_table,
+    SteadyResult: _steady_table,
+}

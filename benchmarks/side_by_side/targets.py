@@ -7,14 +7,17 @@ torch's default call; the same by minima, and to torch at its best, stand beside
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from side_by_side.drain import DrainResult
+from side_by_side.first_save import FirstResult
 from side_by_side.results import MAX_PERCENT, Measure, WorkloadResult
 from side_by_side.sides import RAY_DCP, TORCH, TORCH_BEST, UNCHECKED, UNCOMPARED
 from side_by_side.spread import SpreadResult
+from side_by_side.steady import SteadyResult
 
 _TIMES_AS_FAST = {
     "large": {"save": 1.5, "unsynced": 2.5, "load": 1.5, "reshard": 2.0},
@@ -28,6 +31,18 @@ _MAX_CHECKED_PER_UNCHECKED = 1.1
 _MAX_COMPARED_PER_UNCOMPARED = 1.03
 _MAX_CPU_PER_TORCH = 0.6
 _MAX_EXTRA_NBYTES = 64 * 2**20
+_MAX_STALL_PER_COPY = 1.15
+_STALL_TIMES_AS_SHORT = {"async": 2.0, "async_replicas": 6.0}
+_DURABLE_TIMES_AS_FAST_AS_BEST = 2.5
+_FIRST_TIMES_AS_FAST_AS_BEST = 3.0
+_MIN_COMPUTING_SHARE = {"matmul": 0.7, "python": 0.9}
+_MAX_STAGING_PER_BUFFERS = 1.1
+_MAX_GROWN_NBYTES = 40 * 10**6
+_MAX_TAKEN_NBYTES = 16 * 2**20
+"""By a save in steady state: what a plan and its messages take for a while, and no staging memory."""
+
+OtherResult = SpreadResult | DrainResult | FirstResult | SteadyResult
+"""What is measured otherwise than in rounds of the same calls."""
 
 
 class Unit(enum.Enum):
@@ -77,7 +92,7 @@ class Line:
         return Verdict.MET if met else Verdict.MISSED
 
 
-def lines_of(results: Sequence[WorkloadResult], spreads: Sequence[SpreadResult]) -> list[Line]:
+def lines_of(results: Sequence[WorkloadResult], others: Sequence[OtherResult]) -> list[Line]:
     """The lines that the workloads which were chosen have something to say to."""
     lines: list[Line] = []
     for result in results:
@@ -93,7 +108,9 @@ def lines_of(results: Sequence[WorkloadResult], spreads: Sequence[SpreadResult])
             lines.append(_cost_of_comparing(measures["save"]))
         if result.name == "scalars":
             lines += [_scalars_speed(result), _scalars_size(result)]
-    return lines + [line for spread in spreads for line in _read_per_needed(spread)]
+        if result.name in _STALL_TIMES_AS_SHORT:
+            lines += _of_async_saves(result)
+    return lines + [line for other in others for line in _LINES_OF[type(other)](other)]
 
 
 def as_json(line: Line, *, valid: bool) -> dict[str, Any]:
@@ -185,3 +202,57 @@ def _read_per_needed(spread: SpreadResult) -> list[Line]:
         )
         for layout, by_side in spread.loads.items()
     ]
+
+
+def _of_async_saves(result: WorkloadResult) -> list[Line]:
+    stall, durable = result.by_name["stall"], result.by_name["durable"]
+    lines = [_speed(f"{result.name} stall: shorter than torch's", stall, _STALL_TIMES_AS_SHORT[result.name])]
+    if result.name != "async":
+        return lines
+    per_copy = stall.figures[RAY_DCP].median_s / stall.median_limit_s
+    by_minima = stall.figures[RAY_DCP].minimum_s / stall.limit_s
+    lines.append(Line("async stall / memory copy", _MAX_STALL_PER_COPY, False, Unit.TIMES, per_copy, by_minima))
+    if TORCH_BEST in durable.figures:
+        name, to_best = "async durable: speed to torch's best", durable.ratio_of_medians(TORCH_BEST)
+        by_minima = durable.ratio_of_minima(TORCH_BEST)
+        lines.append(Line(name, _DURABLE_TIMES_AS_FAST_AS_BEST, True, Unit.TIMES, to_best, by_minima, to_best))
+    return lines
+
+
+def _of_drain(result: DrainResult) -> list[Line]:
+    lines = []
+    for loop, by_side in result.samples.items():
+        own = median(result.shares(loop, RAY_DCP))
+        best = median(result.shares(loop, TORCH_BEST)) if TORCH_BEST in by_side else None
+        name = f"computing while a save drains: {loop}, of idle"
+        lines.append(Line(name, _MIN_COMPUTING_SHARE[loop], True, Unit.TIMES, own))
+        if best is not None and loop == "matmul":
+            lines.append(Line(f"the same to torch's best: {loop}", 1.0, True, Unit.TIMES, own / best))
+    return lines
+
+
+def _of_first(result: FirstResult) -> list[Line]:
+    if TORCH_BEST not in result.samples:
+        return []
+    own, best = result.durable_runs_s(RAY_DCP), result.durable_runs_s(TORCH_BEST)
+    to_best = median(best) / median(own)
+    name = "first async save: speed to torch's best"
+    return [Line(name, _FIRST_TIMES_AS_FAST_AS_BEST, True, Unit.TIMES, to_best, min(best) / min(own), to_best)]
+
+
+def _of_steady(result: SteadyResult) -> list[Line]:
+    of_buffers = result.staging_per_buffers
+    taken = median(result.taken_nbytes)
+    return [
+        Line("steady: shared memory / staging buffers", _MAX_STAGING_PER_BUFFERS, False, Unit.TIMES, of_buffers),
+        Line("steady: grown over all saves", _MAX_GROWN_NBYTES, False, Unit.MB, result.grown_nbytes),
+        Line("steady: memory taken in a save", _MAX_TAKEN_NBYTES, False, Unit.MIB, taken),
+    ]
+
+
+_LINES_OF: Mapping[type[Any], Callable[[Any], list[Line]]] = {
+    SpreadResult: _read_per_needed,
+    DrainResult: _of_drain,
+    FirstResult: _of_first,
+    SteadyResult: _of_steady,
+}

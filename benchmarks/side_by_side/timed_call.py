@@ -1,4 +1,4 @@
-"""One timed call of a rank: from when to when, and what its process used meanwhile."""
+"""One timed call of a rank: from when to when, and what its process and that one's children used meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from side_by_side.process_use import ProcessUse, Used
+from side_by_side.process_use import FamilyUse, Used
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class TimedCall:
         return self.end_s - self.start_s
 
 
-def start_together(*, trim: bool) -> ProcessUse:
-    """Returns on all ranks at once, with what the process uses counted from then on.
+def start_together(*, trim: bool) -> FamilyUse:
+    """Returns on all ranks at once, with what the process and its children use counted from then on.
 
     With ``trim``, memory that was freed before goes back to the kernel first: else a call that takes it again would
     seem to need none. It makes the call slower, so it is for rounds that are not timed.
@@ -36,7 +36,7 @@ def start_together(*, trim: bool) -> ProcessUse:
     gc.collect()
     if trim:
         ctypes.CDLL(None).malloc_trim(0)
-    use = ProcessUse()
+    use = FamilyUse()
     dist.barrier()
     return use
 

@@ -23,6 +23,7 @@ LIMIT_OF: Mapping[str, Limit] = {
 }
 """Each measure, and what it is divided by. ``unsynced`` is a save without fsync. An ``async_save`` stalls until it
 returns, is staged when the state may change, and durable when the checkpoint is."""
+_OF_ASYNC_SAVES = ("stall", "staged", "durable")
 _NUM_LARGE = 64
 _NUM_SPREAD = 8
 """As large as the large ones: what a load reads of each does not depend on how many there are."""
@@ -62,9 +63,34 @@ class Spread:
     num_readers: int
 
 
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Saved behind ranks that compute: what counts is how fast they do."""
+
+    name: str
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """Saved by ranks that are new: what counts is how long their first asynchronous save takes."""
+
+    name: str
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Saved again and again: what counts is memory."""
+
+    name: str
+    state: State
+    num_saves: int
+
+
 def all_workloads(large_nbytes: int, num_small: int, num_scalars: int) -> dict[str, Workload]:
     """By name. ``large_nbytes`` is rounded so that the tensors are of one size, and can be halved both ways."""
-    large = Tensors(_NUM_LARGE, _LARGE_ROWS, _columns(large_nbytes, NUM_RANKS))
+    large = _large(large_nbytes)
     small = Tensors(num_small, NUM_RANKS * _SMALL_ROWS, _SMALL_COLUMNS)
     of_large = ("save", "load", "reshard", "unsynced")
     workloads = (
@@ -74,14 +100,34 @@ def all_workloads(large_nbytes: int, num_small: int, num_scalars: int) -> dict[s
         Workload(
             "replicas", "a model that every rank holds", _replicated(large_nbytes), ("save",), uncompared=("save",)
         ),
-        Workload("async", f"{_NUM_LARGE} large tensors, async_save", large, ("stall", "staged", "durable")),
+        Workload("async", f"{_NUM_LARGE} large tensors, async_save", large, _OF_ASYNC_SAVES),
+        Workload("async_replicas", "a replicated model, async_save", _replicated(large_nbytes // 2), _OF_ASYNC_SAVES),
     )
     return {workload.name: workload for workload in workloads}
+
+
+def drain(large_nbytes: int) -> Drain:
+    """Of the large tensors."""
+    return Drain("drain", _large(large_nbytes))
+
+
+def first(large_nbytes: int) -> First:
+    """Of the large tensors."""
+    return First("first", _large(large_nbytes))
+
+
+def steady(large_nbytes: int, num_saves: int) -> Steady:
+    """Of the large tensors."""
+    return Steady("steady", _large(large_nbytes), num_saves)
 
 
 def spread(large_nbytes: int, num_readers: int) -> Spread:
     """Of some tensors as the large ones are."""
     return Spread("spread", Tensors(_NUM_SPREAD, _LARGE_ROWS, _columns(large_nbytes, num_readers)), num_readers)
+
+
+def _large(nbytes: int) -> Tensors:
+    return Tensors(_NUM_LARGE, _LARGE_ROWS, _columns(nbytes, NUM_RANKS))
 
 
 def _replicated(large_nbytes: int) -> Replicated:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import subprocess
 import sys
 import time
@@ -115,6 +117,39 @@ def test_another_process_can_be_watched(part):
         assert use.so_far().cpu_s > 0.001
     finally:
         child.communicate(b"\n")
+
+
+def test_a_childs_work_is_its_familys(part):
+    child = subprocess.Popen([sys.executable, "-c", "input(); sum(range(10**6)); print(flush=True); input()"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    try:
+        alone, family = part("process_use").ProcessUse(), part("process_use").FamilyUse()
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        own = alone.so_far()
+        assert family.so_far().cpu_s > own.cpu_s + 0.001
+    finally:
+        child.communicate(b"\n")
+    assert family.so_far().cpu_s > 0, "an ended child is left out"
+
+
+def test_memory_that_is_shared_counts_apart(part):
+    kept_nbytes = part("process_use").kept_nbytes
+    private, shared = kept_nbytes(os.getpid())
+    with mmap.mmap(-1, 2**24) as memory:
+        memory[:] = b"x" * 2**24
+        more_private, more_shared = kept_nbytes(os.getpid())
+    assert 0.9 * 2**24 < more_shared - shared < 1.5 * 2**24
+    assert more_private - private < 2**24
+
+
+def test_pieces_are_counted_for_as_long_as_it_goes_on(part):
+    left = iter([True, True, False])
+    assert part("loops").rate_while(lambda: None, lambda: next(left)) > 0
+    assert next(left, "all asked") == "all asked"
+    for make in part("loops").LOOPS.values():
+        assert make()() is not None
 
 
 def load(part, *, needed, counted, reported):

@@ -100,6 +100,49 @@ def test_bytes_read_have_a_line_for_each_layout(side_by_side):
     assert [line.verdict(valid=True).value for line in (rows, columns)] == ["met", "missed"]
 
 
+def test_a_stall_is_compared_with_torchs_and_with_a_copy(measured, lines):
+    runs = {"torch": [4, 6, 8], "torch_best": [1, 1, 1], "ray_dcp": [2, 2, 3]}
+    measures = [measured("stall", runs), measured("durable", {"torch": [9], "torch_best": [6], "ray_dcp": [2]})]
+    of_async = lines("async", measures)
+    assert of_async["async stall: shorter than torch's"].figures == (3.0, 2.0, 0.5)
+    assert of_async["async stall / memory copy"].figures == (2.0, 2.0, None)
+    assert of_async["async durable: speed to torch's best"].figures == (3.0, 3.0, 3.0)
+    (replicated,) = lines("async_replicas", measures).values()
+    assert (replicated.bound, replicated.measured) == (6.0, 3.0)
+
+
+def test_computing_beside_a_save_is_a_share_of_idle_and_compared_with_torchs_best(side_by_side):
+    drain, targets = side_by_side("drain"), side_by_side("targets")
+
+    def samples(*meanwhile):
+        return [drain.DrainSample(10.0, per_s, 1.0, ()) for per_s in meanwhile]
+
+    of_sides = {"torch_best": samples(5, 4, 6), "ray_dcp": samples(7, 8, 2)}
+    found = targets.lines_of([], [drain.DrainResult("drain", GIB, {"matmul": of_sides, "python": of_sides})])
+    assert [line.measured for line in found] == [0.7, pytest.approx(1.4), 0.7]
+    assert [line.verdict(valid=True).value for line in found] == ["met", "met", "missed"]
+
+
+def test_the_first_save_is_compared_with_torch_at_its_best(side_by_side):
+    first, targets = side_by_side("first_save"), side_by_side("targets")
+
+    def samples(*durable_s):
+        return [first.FirstSample(0.1, seconds, ()) for seconds in durable_s]
+
+    sides = {"torch": samples(1), "torch_best": samples(6, 9, 12), "ray_dcp": samples(1, 2, 3)}
+    (line,) = targets.lines_of([], [first.FirstResult("first", GIB, sides)])
+    assert line.figures == (4.5, 6.0, 4.5)
+    assert targets.lines_of([], [first.FirstResult("first", GIB, {"torch": samples(1), "ray_dcp": samples(1)})]) == []
+
+
+def test_memory_of_many_saves_is_staging_and_what_grows(side_by_side):
+    steady, targets = side_by_side("steady"), side_by_side("targets")
+    kept = [steady.Kept(100, 2 * GIB), steady.Kept(300 + 10**6, 2 * GIB), steady.Kept(150, 2 * GIB)]
+    result = steady.SteadyResult("steady", GIB, steady.Kept(90, 0), kept, [5, 7, 900], ())
+    staging, grown, taken = (line.measured for line in targets.lines_of([], [result]))
+    assert (staging, grown, taken) == (1.0, 200 + 10**6, 7)
+
+
 @pytest.mark.parametrize(
     ("at_least", "figure", "verdict"),
     [(True, 2.0, "met"), (True, 1.99, "missed"), (False, 2.0, "met"), (False, 2.01, "missed")],
