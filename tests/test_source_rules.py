@@ -1,11 +1,10 @@
 """Rules for source files that no linter has."""
 
 import ast
+import functools
 import importlib.util
 from collections import defaultdict
 from pathlib import Path
-
-import pytest
 
 import ray_dcp.errors
 
@@ -15,22 +14,36 @@ MAX_LINES = 450
 MIN_LINES = 30
 MAX_MODULES = 10
 DRAWERS = {"utils", "util", "helpers", "helper", "common", "core", "misc", "types"}
-each_source = pytest.mark.parametrize("source", SOURCES, ids=[str(source.relative_to(PACKAGE)) for source in SOURCES])
+
+
+@functools.cache
+def tree_of(source):
+    return ast.parse(source.read_text())
+
+
+def wrong(find, but=()):
+    """What ``find`` finds in each source, by the source's name: nothing is left out, and nothing is what is wanted."""
+    found = {str(source.relative_to(PACKAGE)): find(source) for source in SOURCES if source not in but}
+    return {name: one for name, one in found.items() if one}
 
 
 def test_there_are_sources():
     assert PACKAGE / "errors.py" in SOURCES
 
 
-@each_source
-def test_a_module_is_short_enough_to_read(source):
-    assert len(source.read_text().splitlines()) <= MAX_LINES, "split it by what it is about"
+def num_lines(source):
+    return len(source.read_text().splitlines())
 
 
-@each_source
-def test_a_module_is_worth_its_name(source):
-    is_door = source.name in ("__init__.py", "version.py") or is_torchs(source)
-    assert is_door or len(source.read_text().splitlines()) >= MIN_LINES, "put it beside what it serves"
+def test_a_module_is_short_enough_to_read():
+    long = wrong(lambda source: num_lines(source) > MAX_LINES)
+    assert long == {}, "split it by what it is about"
+
+
+def test_a_module_is_worth_its_name():
+    doors = [source for source in SOURCES if source.name in ("__init__.py", "version.py") or is_torchs(source)]
+    short = wrong(lambda source: num_lines(source) < MIN_LINES, but=doors)
+    assert short == {}, "put it beside what it serves"
 
 
 def is_torchs(source):
@@ -58,7 +71,7 @@ def test_no_two_classes_have_one_name():
 def test_no_constant_has_two_values():
     assigned = defaultdict(set)
     for source in SOURCES:
-        for node in ast.parse(source.read_text()).body:
+        for node in tree_of(source).body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
                 value = ast.unparse(node.value)
@@ -76,12 +89,7 @@ def is_constant(name):
 
 
 def nodes_of(kind):
-    return (
-        (source, node)
-        for source in SOURCES
-        for node in ast.walk(ast.parse(source.read_text()))
-        if isinstance(node, kind)
-    )
+    return ((source, node) for source in SOURCES for node in ast.walk(tree_of(source)) if isinstance(node, kind))
 
 
 def repeated(named):
@@ -91,34 +99,34 @@ def repeated(named):
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
-@each_source
-def test_a_module_is_named_for_what_it_is_about(source):
-    names = {part.removesuffix(".py") for part in source.relative_to(PACKAGE).parts}
-    assert not names & DRAWERS, "a drawer, not a floor: name it after the noun that it serves"
+def test_a_module_is_named_for_what_it_is_about():
+    drawers = wrong(lambda source: DRAWERS & {part.removesuffix(".py") for part in source.relative_to(PACKAGE).parts})
+    assert drawers == {}, "a drawer, not a floor: name it after the noun that it serves"
 
 
-@each_source
-def test_a_module_says_what_it_is(source):
-    text = source.read_text()
-    if source.name == "__init__.py" and not text.strip():
-        return
-    assert ast.get_docstring(ast.parse(text)), "begin it with a docstring"
+def test_a_module_says_what_it_is():
+    empty = [source for source in SOURCES if source.name == "__init__.py" and not source.read_text().strip()]
+    silent = wrong(lambda source: not ast.get_docstring(tree_of(source)), but=empty)
+    assert silent == {}, "begin it with a docstring"
 
 
-@each_source
-def test_a_module_is_imported_by_an_import_statement(source):
-    if source == PACKAGE / "__init__.py":
-        pytest.skip("names of the public API are found when they are asked for")
-    calls = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call) and node.args]
-    hidden = [
+def hidden_imports(source):
+    calls = [node for node in ast.walk(tree_of(source)) if isinstance(node, ast.Call) and node.args]
+    return [
         ast.unparse(node)
         for node in calls
         if ast.unparse(node.func).endswith("import_module") and ast.unparse(node.args[0]).lstrip("f")[1:8] == "ray_dcp"
     ]
-    assert hidden == [], "neither mypy nor import-linter would see it"
 
 
-@each_source
-def test_source_is_ascii(source):
-    lines = source.read_text().splitlines()
-    assert [number for number, line in enumerate(lines, 1) if not line.isascii()] == []
+def test_a_module_is_imported_by_an_import_statement():
+    # Names of the public API are found when they are asked for.
+    hidden = wrong(hidden_imports, but=[PACKAGE / "__init__.py"])
+    assert hidden == {}, "neither mypy nor import-linter would see it"
+
+
+def test_source_is_ascii():
+    def lines_that_are_not(source):
+        return [number for number, line in enumerate(source.read_text().splitlines(), 1) if not line.isascii()]
+
+    assert wrong(lines_that_are_not) == {}
