@@ -210,6 +210,29 @@ def agents_from(variables: Mapping[str, str]) -> bool:
     return flag_from(variable, variables.get(variable, "1"))
 
 
+def memory_tier_from(variables: Mapping[str, str]) -> bool:
+    """Whether files that a node agent has written stay readable in memory: yes, unless ``RAY_DCP_MEMORY_TIER`` is 0.
+
+    A rank says so for the files that it stages, and for where its loads look.
+    """
+    variable = variable_of("memory_tier")
+    return flag_from(variable, variables.get(variable, "1"))
+
+
+DEFAULT_MEMORY_KEEP_S = 180.0
+
+
+def memory_keep_from(variables: Mapping[str, str]) -> float:
+    """How long the memory of a group that is gone stays for one of its name: what ``RAY_DCP_MEMORY_KEEP_S`` says.
+
+    It is in seconds; 0 keeps nothing.
+    """
+    variable = variable_of("memory_keep_s")
+    seconds = seconds_from(variable, variables.get(variable, str(DEFAULT_MEMORY_KEEP_S)))
+    require_seconds(variable, seconds, may_be_0=True)
+    return seconds
+
+
 # How settings are read and checked.
 
 if TYPE_CHECKING:

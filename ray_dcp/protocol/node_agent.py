@@ -13,8 +13,10 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ray_dcp.errors import CoordinatorLostError
+from ray_dcp.errors import ConfigError, CoordinatorLostError
 from ray_dcp.protocol.deputy import DeputyCall, DeputyLink, HandedOver, SealedPart, Told
+from ray_dcp.settings import memory_tier_from
+from ray_dcp.staging.memory_tier import MemoryTier
 from ray_dcp.staging.sealing import OpenEnds, write_sealed
 from ray_dcp.staging.shared_buffer import BufferName, SharedBuffer
 from ray_dcp.store.local import without_sync
@@ -33,6 +35,8 @@ class FileJob:
     """A staged file, and where it is to be written."""
 
     buffer: BufferName
+    version: int
+    """The buffer's version while this file is in it."""
     nbytes: int
     open_ends: OpenEnds
     place: str
@@ -108,6 +112,8 @@ class NodeAgent:
         self._lock = threading.Lock()
         self._ranks: dict[int, _RankJobs] = {}
         self._num_open = 0
+        self.memory = MemoryTier()
+        """The files that were written here and are still in memory."""
 
     @property
     def num_open(self) -> int:
@@ -183,8 +189,20 @@ class NodeAgent:
             return call.fail(error)
         finally:
             pulse.end()
+        self._keep(job, file, buffer)
         reached(Point.BEFORE_RESULT)
-        return call.deliver(SealedPart(job.part.prepared, crcs.tobytes()).encoded())
+        told = call.deliver(SealedPart(job.part.prepared, crcs.tobytes()).encoded())
+        if not told.failed:
+            self.memory.committed(file.key)
+        return told
+
+    def _keep(self, job: DeputyJob, file: FileJob, buffer: SharedBuffer) -> None:
+        """Keep a sealed file in memory. Where that fails it is only read from the store."""
+        try:
+            if memory_tier_from(job.variables):
+                self.memory.keep(job.handed_over.rank, file.place, file.key, file.nbytes, buffer, file.version)
+        except (OSError, ConfigError) as error:
+            logger.warning("%s is not kept in memory: %s", file.key, error)
 
 
 class _RankJobs:

@@ -24,11 +24,24 @@ class BufferPool:
     that a state of changing size takes memory once; one that has grown has a little room to grow on.
     """
 
-    def __init__(self, num_buffers: int = 2, *, on_new: Callable[[SharedBuffer], object] | None = None) -> None:
-        """``on_new`` is called with each buffer that is made, before it is used: it may pin its memory."""
+    def __init__(
+        self,
+        num_buffers: int = 2,
+        *,
+        on_new: Callable[[SharedBuffer], object] | None = None,
+        spares_newest: bool = False,
+    ) -> None:
+        """``on_new`` is called with each buffer that is made, before it is used: it may pin its memory.
+
+        ``spares_newest``: the buffer that was given back last is taken only where all others are in use, since a node's
+        agent may offer what is in it.
+        """
         assert num_buffers > 0
         self.num_buffers = num_buffers
         self._on_new = on_new
+        self._spares_newest = spares_newest
+        self._newest: SharedBuffer | None = None
+        """The buffer that was given back last."""
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._free: list[SharedBuffer] = []
@@ -39,12 +52,19 @@ class BufferPool:
     def take(
         self, nbytes: int, *, timeout_s: float | None = None, look: Callable[[], None] | None = None
     ) -> SharedBuffer:
-        """A buffer of at least ``nbytes``, for nobody else until it is given back.
+        """A buffer of at least ``nbytes``, for nobody else until it is given back; its version is a new one.
 
         Waits while all are taken, ``timeout_s`` at most: then raises ``StagingBusyError``. Meanwhile ``look`` is
         called again and again; what it raises ends the wait and passes unchanged. Raises ``StagingMemoryError`` where
         a larger buffer is needed and there is no memory for it.
         """
+        buffer = self._taken_as_it_is(nbytes, timeout_s, look)
+        buffer.renew()  # before anything is written: who reads it meanwhile sees that
+        return buffer
+
+    def _taken_as_it_is(
+        self, nbytes: int, timeout_s: float | None = None, look: Callable[[], None] | None = None
+    ) -> SharedBuffer:
         self._require_own_process()
         began_s = time.monotonic()
         while True:
@@ -59,10 +79,19 @@ class BufferPool:
                 self._wait(began_s, timeout_s, None if look is None else _LOOK_AGAIN_S)
             if look is not None:
                 look()
-        return self._made(nbytes, replaced)
+        try:
+            return self._made(nbytes, replaced)
+        except StagingMemoryError:
+            if not self._spares_newest or self._newest not in self._free:
+                raise
+            return self._newest_of_all(nbytes)
 
     def give_back(self, buffer: SharedBuffer) -> None:
-        """Let ``buffer`` be taken again. Nobody may look at it any more but whoever takes it next."""
+        """Let ``buffer`` be taken again: nobody writes to it any more but whoever takes it next."""
+        self._newest = buffer
+        self._put_back(buffer)
+
+    def _put_back(self, buffer: SharedBuffer) -> None:
         with self._changed:
             assert buffer in self._taken, "a buffer is given back once, to the pool that it is from"
             self._taken.discard(buffer)
@@ -88,12 +117,12 @@ class BufferPool:
         taken: list[SharedBuffer] = []
         try:
             while len(taken) < self.num_buffers:
-                taken.append(self.take(nbytes, timeout_s=0))
+                taken.append(self._taken_as_it_is(nbytes, timeout_s=0))
         except StagingBusyError:
             pass  # whoever has the others has made them as large as they need to be
         finally:
             for buffer in taken:
-                self.give_back(buffer)
+                self._put_back(buffer)
 
     @property
     def nbytes(self) -> int:
@@ -115,20 +144,26 @@ class BufferPool:
     def _num_there(self) -> int:
         return len(self._free) + len(self._taken) + self._num_making
 
-    def _find(self, nbytes: int) -> tuple[SharedBuffer | None, bool]:
+    def _find(self, nbytes: int, *, even_newest: bool = False) -> tuple[SharedBuffer | None, bool]:
         """A free buffer that is large enough, now taken; or None, and whether a smaller one was closed for it."""
-        large_enough = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+        free = [buffer for buffer in self._free if even_newest or not self._is_spared(buffer)]
+        if not free:
+            return None, False
+        large_enough = [buffer for buffer in free if buffer.nbytes >= nbytes]
         if large_enough:
             found = min(large_enough, key=lambda buffer: buffer.nbytes)
             self._free.remove(found)
             self._taken.add(found)
             return found, False
-        if not self._free:
-            return None, False
-        smaller = min(self._free, key=lambda buffer: buffer.nbytes)
+        smaller = min(free, key=lambda buffer: buffer.nbytes)
         self._free.remove(smaller)
         smaller.close()
         return None, True
+
+    def _is_spared(self, buffer: SharedBuffer) -> bool:
+        """Whether another one is to be taken in its place: one that is free, or may yet be made."""
+        has_choice = len(self._free) > 1 or self._num_there < self.num_buffers
+        return self._spares_newest and buffer is self._newest and has_choice
 
     def _wait(self, began_s: float, timeout_s: float | None, look_every_s: float | None) -> None:
         if timeout_s is None:
@@ -140,6 +175,15 @@ class BufferPool:
         self._changed.wait(left_s if look_every_s is None else min(left_s, look_every_s))
 
     # Without the lock: it takes a while.
+
+    def _newest_of_all(self, nbytes: int) -> SharedBuffer:
+        """What ``take`` spares, where there is no memory for another one; or one in place of that."""
+        with self._changed:
+            found, replaced = self._find(nbytes, even_newest=True)
+            if found is not None:
+                return found
+            self._num_making += 1
+        return self._made(nbytes, replaced)
 
     def _made(self, nbytes: int, replaces: bool) -> SharedBuffer:
         """A new buffer in the place that is reserved for it, which is free again if this fails."""

@@ -2,6 +2,9 @@
 
 It has no name in any folder: another process opens it through procfs, as the descriptor of the process that made it.
 It is gone with the last process that has it open, whatever kills them, and the size of ``/dev/shm`` does not limit it.
+
+Behind its bytes lies its *version*: whoever overwrites them changes it first, and whoever reads them looks at it before
+and after, so that nobody takes bytes for what was there before (``docs/async_saves.md``).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14's; Python has no name for it."""
 _STEP_NBYTES = 64 << 20
 """What the kernel is asked for at once: a signal undoes what it has done of that, and Python may keep its lock."""
+_WORD_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class SharedBuffer:
     It is for the process that has made or attached it: a fork of that has the memory, too, and is refused.
     """
 
-    def __init__(self, descriptor: int, nbytes: int, path: str | None) -> None:
+    def __init__(self, descriptor: int, nbytes: int, path: str | None, *, writable: bool = True) -> None:
         """Take over ``descriptor``, also where this fails. Without ``path`` it is named by its own descriptor."""
         self._pid = os.getpid()
         self._descriptor: int | None = descriptor
@@ -52,12 +56,14 @@ class SharedBuffer:
             if path is None:
                 path = f"/proc/{self._pid}/fd/{descriptor}"
             self._name = BufferName(path, status.st_dev, status.st_ino, nbytes)
-            self._map: mmap.mmap | None = _mapped(descriptor, nbytes)
+            self._map: mmap.mmap | None = _mapped(descriptor, _word_at(nbytes) + _WORD_NBYTES, writable=writable)
         except BaseException:
             self._descriptor = None
             os.close(descriptor)
             raise
-        self._memory: memoryview | None = memoryview(self._map)
+        everything = memoryview(self._map)
+        self._memory: memoryview | None = everything[:nbytes]
+        self._word: memoryview | None = everything[_word_at(nbytes) :].cast("Q")
 
     @classmethod
     def create(cls, nbytes: int) -> SharedBuffer:
@@ -73,8 +79,11 @@ class SharedBuffer:
         descriptor = None
         try:
             descriptor = _anonymous_file()
-            for start in range(0, nbytes, _STEP_NBYTES):
-                os.posix_fallocate(descriptor, start, min(_STEP_NBYTES, nbytes - start))
+            end = _word_at(nbytes) + _WORD_NBYTES
+            for start in range(0, end, _STEP_NBYTES):
+                os.posix_fallocate(descriptor, start, min(_STEP_NBYTES, end - start))
+            # Unlike that of any other buffer, should one be taken for another.
+            os.pwrite(descriptor, os.urandom(_WORD_NBYTES - 1), _word_at(nbytes))
         except OSError as error:
             if descriptor is not None:
                 os.close(descriptor)
@@ -85,8 +94,8 @@ class SharedBuffer:
             raise _no_memory(error, nbytes) from error
 
     @classmethod
-    def attach(cls, name: BufferName) -> SharedBuffer:
-        """Open the buffer that another process of this node, or this one, has made, with a descriptor of its own.
+    def attach(cls, name: BufferName, *, writable: bool = True) -> SharedBuffer:
+        """Open the buffer that another process of this node, or this one, has open, with a descriptor of its own.
 
         It stays when the other process ends. Raises ``StagingLostError`` where that has ended or closed it before.
         """
@@ -94,14 +103,15 @@ class SharedBuffer:
             # Looked at before it is opened: what else has that number now may not like that.
             if _is_other(os.stat(name.path), name):
                 raise StagingLostError(path=name.path, reason="it is another file now")
-            descriptor = os.open(name.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
+            access = os.O_RDWR if writable else os.O_RDONLY
+            descriptor = os.open(name.path, access | os.O_CLOEXEC | os.O_NOCTTY)
         except OSError as error:
             raise StagingLostError(path=name.path, reason=_why_gone(error)) from error
         if _is_other(os.fstat(descriptor), name):
             os.close(descriptor)
             raise StagingLostError(path=name.path, reason="it is another file now")
         try:
-            return cls(descriptor, name.nbytes, name.path)
+            return cls(descriptor, name.nbytes, name.path, writable=writable)
         except OSError as error:
             raise _no_memory(error, name.nbytes) from error
 
@@ -121,6 +131,22 @@ class SharedBuffer:
             raise ForkedProcessError("its staging buffers are not for a fork of it", pid=self._pid)
         assert self._memory is not None, "the buffer is closed"
         return self._memory
+
+    @property
+    def version(self) -> int:
+        """The number that says which bytes these are: the same before and after a read, they were not overwritten."""
+        assert self._word is not None, "the buffer is closed"
+        return self._word[0]
+
+    def renew(self) -> None:
+        """Change the version, in all processes at once: from now on the bytes may be overwritten."""
+        assert self._word is not None, "the buffer is closed"
+        self._word[0] += 1
+
+    def kept_open(self) -> KeptBuffer:
+        """The buffer for whoever keeps it from being gone without looking at it; stays open when this is closed."""
+        assert self._descriptor is not None, "the buffer is closed"
+        return KeptBuffer(os.dup(self._descriptor), self.nbytes)
 
     def fault_in(self) -> None:
         """Have all pages in this process's page table: the first copy is then as fast as any later one.
@@ -152,9 +178,11 @@ class SharedBuffer:
         if descriptor is None:
             return
         memory, self._memory = self._memory, None
+        word, self._word = self._word, None
         mapped, self._map = self._map, None
         with suppress(BufferError):
-            if memory is not None and mapped is not None:
+            if memory is not None and word is not None and mapped is not None:
+                word.release()
                 memory.release()
                 mapped.close()
         os.close(descriptor)
@@ -170,6 +198,30 @@ class SharedBuffer:
             self.close()
 
 
+class KeptBuffer:
+    """A descriptor of a buffer: its memory stays while this is open, and is in no page table for it."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self._descriptor = descriptor
+        status = os.fstat(descriptor)
+        self.name = BufferName(f"/proc/{os.getpid()}/fd/{descriptor}", status.st_dev, status.st_ino, nbytes)
+        """What ``attach`` takes while this is open."""
+
+    @property
+    def version(self) -> int:
+        """See ``SharedBuffer.version``."""
+        return int.from_bytes(os.pread(self._descriptor, _WORD_NBYTES, _word_at(self.name.nbytes)), sys.byteorder)
+
+    def close(self) -> None:
+        """Let go of the buffer; called once."""
+        os.close(self._descriptor)
+
+
+def _word_at(nbytes: int) -> int:
+    """Where the version lies, in bytes from the beginning: behind the ``nbytes`` of a buffer."""
+    return -(-nbytes // _WORD_NBYTES) * _WORD_NBYTES
+
+
 def _anonymous_file() -> int:
     """An open file in memory that has no name, and that no child gets."""
     try:
@@ -179,15 +231,16 @@ def _anonymous_file() -> int:
             return os.dup(file.fileno())
 
 
-def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+def _mapped(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
+    access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     if sys.version_info >= (3, 13):
-        return mmap.mmap(descriptor, nbytes, trackfd=False)
-    return mmap.mmap(descriptor, nbytes)  # which keeps a second descriptor until it is closed
+        return mmap.mmap(descriptor, nbytes, prot=access, trackfd=False)
+    return mmap.mmap(descriptor, nbytes, prot=access)  # which keeps a second descriptor until it is closed
 
 
 def _is_other(status: os.stat_result, name: BufferName) -> bool:
     same = (status.st_dev, status.st_ino) == (name.device, name.inode) and stat.S_ISREG(status.st_mode)
-    return not same or status.st_size < name.nbytes
+    return not same or status.st_size < _word_at(name.nbytes) + _WORD_NBYTES
 
 
 def _why_gone(error: OSError) -> str:

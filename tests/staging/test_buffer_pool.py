@@ -234,3 +234,71 @@ def test_a_closed_pool_has_nothing_and_closes_what_comes_back():
     pool.close()
     assert not is_there(buffer)
     assert descriptors() == before
+
+
+def test_what_was_given_back_last_stays_as_it_is_while_another_can_be_had():
+    pool, versions = BufferPool(spares_newest=True), []
+    inodes, newest = set(), None
+    for number in range(6):
+        buffer = pool.take(10 * PAGE)
+        if newest is not None:
+            assert newest.version == versions[-1]
+            assert bytes(newest.memory[:4]) == bytes([number - 1] * 4)
+        buffer.memory[:4] = bytes([number] * 4)
+        versions.append(buffer.version)
+        inodes.add(buffer.name.inode)
+        newest = buffer
+        pool.give_back(buffer)
+    assert (len(inodes), len(set(versions))) == (2, 6)
+    pool.close()
+
+
+def test_to_prepare_leaves_what_is_there():
+    pool = BufferPool(spares_newest=True)
+    newest = pool.take(10 * PAGE)
+    version = newest.version
+    pool.give_back(newest)
+    pool.prepare(10 * PAGE)
+    assert newest.version == version
+    assert pool.take(10 * PAGE) is not newest
+    assert pool.take(10 * PAGE) is newest
+    assert newest.version != version
+    pool.close()
+
+
+@pytest.mark.parametrize("nbytes", [10 * PAGE, 11 * PAGE], ids=["it is large enough", "it is too small"])
+def test_what_was_given_back_last_is_taken_where_there_is_no_memory_for_another(monkeypatch, nbytes):
+    pool = BufferPool(spares_newest=True)
+    newest = pool.take(10 * PAGE)
+    pool.give_back(newest)
+    create = SharedBuffer.create
+
+    def create_where_nothing_else_is(nbytes):
+        if pool.nbytes:
+            raise StagingMemoryError(nbytes=nbytes, available_nbytes=0, reason="it would not fit")
+        return create(nbytes)
+
+    monkeypatch.setattr(SharedBuffer, "create", create_where_nothing_else_is)
+    taken = pool.take(nbytes)
+    assert (taken is newest) == (nbytes <= 10 * PAGE)
+    assert taken.nbytes >= nbytes
+    pool.close()
+
+
+def test_a_version_is_seen_by_all_who_have_the_buffer_open_and_stays_with_its_memory():
+    with SharedBuffer.create(3 * PAGE + 1) as made, SharedBuffer.attach(made.name, writable=False) as reader:
+        kept = made.kept_open()
+        before = made.version
+        assert (reader.version, kept.version) == (before, before)
+        made.renew()
+        assert made.version == reader.version == kept.version != before
+        made.memory[-1] = 7
+        assert (reader.memory[-1], made.version) == (7, reader.version)
+        with pytest.raises(TypeError, match="read-only"):
+            reader.memory[0] = 1
+        made.close()
+        with SharedBuffer.attach(kept.name) as again:
+            assert (again.memory[-1], again.version) == (7, kept.version)
+        kept.close()
+        with pytest.raises(StagingLostError):
+            SharedBuffer.attach(kept.name)

@@ -136,8 +136,9 @@ class OwnSave(PluginSave):
         if self._staged.buffer is None or self._staged.file is None:
             return StagedPart(encode(self._with_shown(None)), None)
         file, writer = self._staged.file, cast(StoreWriter, self._writer.writer)
+        buffer = self._staged.buffer
         job = FileJob(
-            self._staged.buffer.name, file.nbytes, file.open_ends, writer.checkpoint_id, file.key, writer.sync_files
+            buffer.name, buffer.version, file.nbytes, file.open_ends, writer.checkpoint_id, file.key, writer.sync_files
         )
         return StagedPart(encode(self._with_shown(file.columns)), job)
 

@@ -1,0 +1,107 @@
+"""``MemoryTier``: which sealed files are still in the memory of a node, kept by the process that has written them.
+
+A file's bytes stay in its staging buffer until the rank needs that again. The tier keeps the buffer open, so that they
+outlive the rank, and whoever loads the checkpoint opens it by name: see ``docs/async_saves.md``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ray_dcp.format.names import attempt_order, parse_shard_file
+from ray_dcp.staging.shared_buffer import BufferName, KeptBuffer, SharedBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class HeldFile:
+    """A sealed file that lies at the beginning of a buffer while that has this version."""
+
+    place: str
+    """The checkpoint's path or URL."""
+    key: str
+    nbytes: int
+    buffer: BufferName
+    version: int
+
+
+class MemoryTier:
+    """The files that ranks of this node have staged and that are sealed. Threads may share it.
+
+    A file is kept until one of a newer attempt is committed, and no longer than its bytes are there: until the rank
+    changes the version of the buffer to stage another file in it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[_KeptFile] = []
+        self._left: set[int] = set()
+        """The ranks that have left their group in order since they last staged anything."""
+
+    def keep(self, rank: int, place: str, key: str, nbytes: int, buffer: SharedBuffer, version: int) -> None:
+        """Keep the sealed file at the beginning of ``buffer``, which was staged under ``version``."""
+        kept = buffer.kept_open()
+        with self._lock:
+            self._left.discard(rank)
+            self._drop(lambda one: one.is_there and (one.file.place, one.file.key) != (place, key))
+            self._kept.append(_KeptFile(rank, HeldFile(place, key, nbytes, kept.name, version), kept))
+
+    def held(self, place: str) -> tuple[HeldFile, ...]:
+        """The files of the checkpoint at ``place`` that are there. Whoever asks is a rank, so the group is there."""
+        with self._lock:
+            self._left.clear()
+            self._drop(lambda one: one.is_there)
+            return tuple(one.file for one in self._kept if one.file.place == place)
+
+    def committed(self, key: str) -> None:
+        """Let go of the files of attempts that are older than that of ``key``, which is committed."""
+        committed = _order_of(key)
+        with self._lock:
+            self._drop(lambda one: one.is_there and _order_of(one.file.key) >= committed)
+
+    def left(self, rank: int) -> None:
+        """Note that ``rank`` has left its group in order: nobody is to go on from what it has staged."""
+        with self._lock:
+            self._left.add(rank)
+
+    @property
+    def is_for_later(self) -> bool:
+        """Whether there is a file of a rank that has not left in order: its group may form anew and ask for it."""
+        with self._lock:
+            self._drop(lambda one: one.is_there)
+            return any(one.rank not in self._left for one in self._kept)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        with self._lock:
+            self._drop(lambda one: False)
+
+    def _drop(self, stays: Callable[[_KeptFile], bool]) -> None:
+        """Let go of the files for which ``stays`` is false. With the lock held."""
+        kept, self._kept = self._kept, []
+        for one in kept:
+            if stays(one):
+                self._kept.append(one)
+            else:
+                one.buffer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptFile:
+    rank: int
+    file: HeldFile
+    buffer: KeptBuffer
+
+    @property
+    def is_there(self) -> bool:
+        return self.buffer.version == self.file.version
+
+
+def _order_of(key: str) -> tuple[int, str]:
+    """Sorts shard files by when their attempts began."""
+    parts = parse_shard_file(key)
+    return attempt_order(parts.attempt if parts is not None else "")
+
+
+__all__ = ["HeldFile", "MemoryTier"]
