@@ -17,7 +17,7 @@ from ray_dcp.protocol.exception import RankFailure
 from ray_dcp.protocol.messages import CallId
 from ray_dcp.protocol.rank.background import BackgroundSaves
 from ray_dcp.protocol.rank.load import LoadRequest, load
-from ray_dcp.protocol.rank.remote_call import RemoteCall
+from ray_dcp.protocol.rank.remote_call import Deputies, RemoteCall
 from ray_dcp.protocol.rank.report import LoadReport
 from ray_dcp.protocol.rank.save import SaveRequest, save
 from ray_dcp.protocol.steps import default_load_planner, default_save_planner, load_steps, save_steps
@@ -60,8 +60,10 @@ class ThreadRanks:
         coordinator: Coordinator | None = None,
         limits: Limits | None = None,
         tag: str = "member",
+        deputies: Deputies | None = None,
     ) -> None:
         self.world_size = world_size
+        self._deputies = deputies
         self.coordinator = coordinator or Coordinator("threads")
         joins = [
             self.coordinator.join(JoinRequest(r, world_size, f"{tag}-{r}", limits=limits or Limits()))
@@ -82,6 +84,8 @@ class ThreadRanks:
             kind=kind,
             checkpoint_id=checkpoint_id,
             link=_ThreadLink(self, call_id, rank),
+            call_id=call_id,
+            deputies=self._deputies,
         )
 
     def run(self, on_rank: Callable[[int], Any]) -> list[Any]:

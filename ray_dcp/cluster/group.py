@@ -26,7 +26,7 @@ from ray_dcp.protocol.exception import RankFailure
 from ray_dcp.protocol.messages import ARRIVE, CallId
 from ray_dcp.protocol.rank.background import BackgroundSaves, finish_and_tell
 from ray_dcp.protocol.rank.remote_call import RemoteCall
-from ray_dcp.settings import Limits, Phase, agents_from
+from ray_dcp.settings import Limits, Phase, agents_from, memory_keep_from, memory_tier_from
 
 _LEAVE_AGAIN_S = 0.2
 
@@ -44,7 +44,10 @@ class RankGroup:
         self.world_size = request.world_size
         self.limits = request.limits
         self.generation = generation
-        self.background = BackgroundSaves()
+        has_agent = agents_from(os.environ)
+        has_memory = memory_tier_from(os.environ)
+        memory_keep_from(os.environ)  # which is refused here, where it is set, and not in the agent
+        self.background = BackgroundSaves(spares_newest=has_agent and has_memory)
         self._link = link
         self._pulse = Pulse(
             link,
@@ -53,7 +56,7 @@ class RankGroup:
             member=request.member if request.beats else None,
             heartbeat_timeout_s=request.limits.heartbeat_timeout_s,
         )
-        self._agent = AgentLink(self.name, limits=self.limits) if agents_from(os.environ) else None
+        self._agent = AgentLink(self.name, limits=self.limits, has_memory=has_memory) if has_agent else None
         self._num_calls = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -153,6 +156,8 @@ class RankGroup:
         self._pulse.end()
         if not self._link.is_connected:
             return  # it was seen to leave with its connection
+        if self._agent is not None:
+            self._agent.leave(self.rank)
         for _ in range(2):  # a coordinator that is just starting again must not wait for this rank
             try:
                 ray.get(self._link.handle.leave.remote(self.generation, self.rank), timeout=10)

@@ -7,7 +7,7 @@ answer once all ranks have sent theirs. The first failure anywhere ends the call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -18,6 +18,7 @@ from ray_dcp.protocol.exception import CheckpointException, RankFailure
 from ray_dcp.protocol.messages import AnswerT, Asked, Carries, Exchange, Message, PartT
 from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
 from ray_dcp.settings import Phase
+from ray_dcp.staging.memory_tier import HeldFile
 
 
 class Call(Protocol):
@@ -59,6 +60,10 @@ class Call(Protocol):
 
         Raises ``CheckpointException`` when the call has failed.
         """
+        ...
+
+    def held_nearby(self, place: str) -> Sequence[HeldFile]:
+        """The files of the checkpoint at ``place`` that are in memory of this node, as far as anybody says; at once."""
         ...
 
     def carry(self, *user_objects: Any) -> Carries | None:

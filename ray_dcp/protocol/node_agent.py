@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ray_dcp.errors import ConfigError, CoordinatorLostError
 from ray_dcp.protocol.deputy import DeputyCall, DeputyLink, HandedOver, SealedPart, Told
-from ray_dcp.settings import memory_tier_from
+from ray_dcp.settings import DEFAULT_MEMORY_KEEP_S, memory_keep_from, memory_tier_from
 from ray_dcp.staging.memory_tier import MemoryTier
 from ray_dcp.staging.sealing import OpenEnds, write_sealed
 from ray_dcp.staging.shared_buffer import BufferName, SharedBuffer
@@ -114,6 +114,8 @@ class NodeAgent:
         self._num_open = 0
         self.memory = MemoryTier()
         """The files that were written here and are still in memory."""
+        self.keeps_for_s = DEFAULT_MEMORY_KEEP_S
+        """How long they are to stay there for a group that is gone, in seconds, as its ranks said last."""
 
     @property
     def num_open(self) -> int:
@@ -200,6 +202,7 @@ class NodeAgent:
         """Keep a sealed file in memory. Where that fails it is only read from the store."""
         try:
             if memory_tier_from(job.variables):
+                self.keeps_for_s = memory_keep_from(job.variables)
                 self.memory.keep(job.handed_over.rank, file.place, file.key, file.nbytes, buffer, file.version)
         except (OSError, ConfigError) as error:
             logger.warning("%s is not kept in memory: %s", file.key, error)

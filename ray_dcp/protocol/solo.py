@@ -81,5 +81,9 @@ class SoloCall:
     def await_deputy(self, exchange: Exchange[PartT, AnswerT], job: DeputyJob) -> AnswerT | None:
         raise AssertionError("a process alone has no deputy")
 
+    def held_nearby(self, place: str) -> tuple[()]:
+        """Return nothing: there is no agent."""
+        return ()
+
     def carry(self, *user_objects: Any) -> CarriedInPlace:
         return CarriedInPlace(user_objects)

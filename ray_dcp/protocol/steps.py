@@ -8,7 +8,7 @@ coordinator. ``engines.own_save`` and ``engines.own_load`` do it by tables and c
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -230,6 +230,11 @@ class LoadSteps(Protocol):
     @property
     def nbytes(self) -> tuple[int, int]:
         """Bytes read from storage, and bytes loaded into the template."""
+        ...
+
+    @property
+    def nbytes_by_place(self) -> Mapping[str, int]:
+        """Bytes read, by where they came from; empty where the reader does not say."""
         ...
 
 

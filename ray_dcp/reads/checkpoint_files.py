@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TypeVar
 
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError, ObjectTooShortError
+from ray_dcp.reads.nearby import NearbyFiles
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.store.reading import Fill, get_into, opened
 from ray_dcp.store.store import Store
@@ -15,14 +18,19 @@ MISSING = (ObjectNotFoundError, ObjectTooShortError)
 
 
 _MISSING_FILE = "its file is missing (if the checkpoint was saved again twice while it was read, load it again)"
+_T = TypeVar("_T")
 
 
 class CheckpointFiles:
-    """Reads byte ranges of the files. A missing file, or one that ends too early, is told as damage of the value."""
+    """Reads byte ranges of the files. A missing file, or one that ends too early, is told as damage of the value.
 
-    def __init__(self, store: Store, location: str) -> None:
+    ``near`` are those of them that are nearer than the store.
+    """
+
+    def __init__(self, store: Store, location: str, near: NearbyFiles | None = None) -> None:
         self._store = store
         self._location = location.rstrip("/")
+        self._near = near
 
     def shown(self, key: str) -> str:
         """The whole place of the file ``key``, for messages."""
@@ -37,14 +45,39 @@ class CheckpointFiles:
 
     def fill(self, key: str, fqn: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers``, one after the other, from byte ``offset`` on; raises as ``get`` does."""
+        from_store = functools.partial(get_into, self._store, key)
         try:
-            get_into(self._store, key, offset, buffers)
+            if self._near is None:
+                from_store(offset, buffers)
+            else:
+                self._near.fill(key, offset, buffers, from_store)
         except MISSING as error:
             raise self.damaged(error, key, fqn, offset, sum(map(len, buffers))) from error
 
     def opened(self, key: str) -> AbstractContextManager[Fill]:
         """Open a file for several reads in the block. They raise the store's errors; see ``MISSING``, ``damaged``."""
-        return opened(self._store, key)
+        return opened(self._store, key) if self._near is None else self._opened_near(key, self._near)
+
+    @contextmanager
+    def _opened_near(self, key: str, near: NearbyFiles) -> Iterator[Fill]:
+        """As ``opened``; the store is not asked for the file before some range has to come from there."""
+        with ExitStack() as until_closed:
+            in_store: list[Fill] = []
+
+            def from_store(offset: int, buffers: Sequence[memoryview]) -> None:
+                if not in_store:
+                    in_store.append(until_closed.enter_context(opened(self._store, key)))
+                in_store[0](offset, buffers)
+
+            yield lambda offset, buffers: near.fill(key, offset, buffers, from_store)
+
+    def is_near(self, key: str) -> bool:
+        """Whether the file can be had from a nearer place than the store."""
+        return self._near is not None and self._near.has(key)
+
+    def checked(self, key: str, read: Callable[[], _T]) -> _T:
+        """What ``read`` returns, which reads and checks bytes of one file: of another place where they are wrong."""
+        return read() if self._near is None else self._near.again_from_next(key, read)
 
     def damaged(self, error: Exception, key: str, fqn: str, offset: int, nbytes: int) -> CorruptCheckpointError:
         """The error to raise in place of ``error``, which is one of ``MISSING``."""

@@ -52,8 +52,14 @@ def read_run(files: CheckpointFiles, run: Sequence[Part], use: Callable[[memoryv
     """Read all parts of a run, which are of one file, at once; return how many bytes were read.
 
     ``use`` gets the bytes, which begin with those of the first part, and their address in memory. They are there until
-    it returns.
+    it returns. Where it raises ``CorruptCheckpointError`` it gets those of another place, if there is one.
     """
+    return files.checked(run[0].key, lambda: _read_and_use(files, run, use, lane))
+
+
+def _read_and_use(
+    files: CheckpointFiles, run: Sequence[Part], use: Callable[[memoryview, int], None], lane: Lane
+) -> int:
     start = run[0].offset
     end = max([part.offset + part.nbytes for part in run])
     try:

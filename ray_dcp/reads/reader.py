@@ -15,7 +15,7 @@ torch wrote in a form of its own (a transposed one, say).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -33,12 +33,14 @@ from ray_dcp.planning.values.containers import Containers
 from ray_dcp.reads.checkpoint import OpenedCheckpoint, open_checkpoint, open_of_rank
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
 from ray_dcp.reads.engine import finished
+from ray_dcp.reads.nearby import MEMORY_TRAITS, STORAGE, NearbyFiles, nearby_files
 from ray_dcp.reads.plan.shape import ReadShape, read_shape
 from ray_dcp.reads.record_reads import RecordReads
 from ray_dcp.reads.sharing.door import NodeReads
 from ray_dcp.reads.sharing.segment import NodeMemory
 from ray_dcp.reads.tasks import RecordTasks
 from ray_dcp.reads.wanted import WantedRecords
+from ray_dcp.staging.memory_tier import HeldFile
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.open import open_store, opens
 from ray_dcp.store.store import traits_of
@@ -75,16 +77,26 @@ class StoreReader(StorageReader):
         self._metadata: Metadata | None = None
         self._entries: EntryTable | None = None
         self._records: WantedRecords | None = None
+        self._near: NearbyFiles | None = None
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes that this rank has read of the files."""
+        """Bytes that this rank has read of the files, from storage."""
+        if self._near is not None:
+            return self._near.nbytes[STORAGE]
         return self._nbytes_read + (self._node_reads.nbytes_read if self._node_reads is not None else 0)
+
+    @property
+    def nbytes_by_place(self) -> Mapping[str, int]:
+        """Bytes that this rank has read of the files, by where they came from: "storage", or a nearer place."""
+        return {STORAGE: self.nbytes_read} if self._near is None else {STORAGE: 0, **self._near.nbytes}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.checkpoint_id = absolute(checkpoint_id)
         self._opened = None
+        self.leave_nearby()
+        self._near = None
 
     def adopt(self, opened: OpenedCheckpoint) -> None:
         """Read what the coordinator has opened, instead of looking again."""
@@ -124,6 +136,20 @@ class StoreReader(StorageReader):
             self.containers = manifest.containers
             self._entries = as_table(manifest.entries)
 
+    def look_nearby(self, held: Callable[[str], Sequence[HeldFile]]) -> None:
+        """Read from memory of this node what is there: the files that ``held`` has of this checkpoint's place.
+
+        Only what a manifest has checksums of is read there. Called once the reader is set up.
+        """
+        self.leave_nearby()
+        if self._entries is not None and self._opened is not None and not self._opened.unchecked:
+            self._near = nearby_files(held(self._opened.checkpoint_id), self._entries)
+
+    def leave_nearby(self) -> None:
+        """Let go of what was opened to read from nearer places than the store."""
+        if self._near is not None:
+            self._near.close()
+
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
 
@@ -139,7 +165,7 @@ class StoreReader(StorageReader):
             return None
         assert self._opened is not None
         store = open_store(self._opened.checkpoint_id)
-        files = CheckpointFiles(store, self._opened.checkpoint_id)
+        files = CheckpointFiles(store, self._opened.checkpoint_id, self._near)
         traits = traits_of(store)
         reads, records = self._record_reads(files, read_shape(traits)), self._records_of(files)
         return self._node_reads.offer(records, plan, reads, planner, self._opened, traits, world_size)
@@ -181,11 +207,12 @@ class StoreReader(StorageReader):
         """
         assert self._opened is not None, "read_metadata comes first"
         store = open_store(self._opened.checkpoint_id)
-        shape = read_shape(traits_of(store))
-        files = CheckpointFiles(store, self._opened.checkpoint_id)
-        reads, records = self._record_reads(files, shape), self._records_of(files)
+        files = CheckpointFiles(store, self._opened.checkpoint_id, self._near)
+        records = self._records_of(files)
         wanted = records.by_file(plan)
         records.forget()
+        shape = read_shape(MEMORY_TRAITS if all(map(files.is_near, wanted)) else traits_of(store))
+        reads = self._record_reads(files, shape)
         tasks = RecordTasks(planner, reads, files, shape)
         shared: set[int] = set()
         try:

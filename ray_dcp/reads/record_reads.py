@@ -119,7 +119,8 @@ class RecordReads:
     def _run(self, large: LargeRead, lane: Lane) -> int:
         read = large.read
         try:
-            return large.run(lane.file(self._files, read.key), lane.memory)
+            fill = lane.file(self._files, read.key)
+            return self._files.checked(read.key, lambda: large.run(fill, lane.memory))
         except MISSING as error:
             raise self._files.damaged(error, read.key, read.fqn, read.offset, read.nbytes) from error
 
@@ -132,6 +133,10 @@ class RecordReads:
         content = get(wanted.offset, wanted.nbytes)
         self._load_with_torch(wanted, targets, content)
         return len(content)
+
+    def is_near(self, wanted: WantedRecord) -> bool:
+        """Whether this rank has the record at hand, and needs nobody to read it for it."""
+        return self._files.is_near(wanted.key)
 
     def passing(self, wanted: WantedRecord, targets: Sequence[torch.Tensor]) -> RecordRead | None:
         """The read of a record whose bytes can be put into ``targets`` as they pass in order, or None."""
@@ -146,11 +151,15 @@ class RecordReads:
 
     def read_blocks(self, read: RecordRead, start: int, into: memoryview, lane: Lane) -> None:
         """Fill ``into`` with the bytes from ``start`` on of a tensor's payload, and check them; from block to block."""
-        try:
+
+        def read_and_check() -> None:
             lane.file(self._files, read.key)(read.offset + start, [into])
+            require_right(read, self._files.shown(read.key), into, start)
+
+        try:
+            self._files.checked(read.key, read_and_check)
         except MISSING as error:
             raise self._files.damaged(error, read.key, read.fqn, read.offset + start, len(into)) from error
-        require_right(read, self._files.shown(read.key), into, start)
 
     def _checked_python(self, wanted: WantedRecord, content: memoryview) -> bytes:
         """The record of a Python object as it was written, checked."""

@@ -25,6 +25,7 @@ from ray_dcp.staging.host_memory import available_nbytes
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14's; Python has no name for it."""
+_MADV_POPULATE_READ = 22
 _STEP_NBYTES = 64 << 20
 """What the kernel is asked for at once: a signal undoes what it has done of that, and Python may keep its lock."""
 _WORD_NBYTES = 8
@@ -160,6 +161,13 @@ class SharedBuffer:
                 self._map.madvise(_MADV_POPULATE_WRITE, start, min(_STEP_NBYTES, self.nbytes - start))
         except OSError:  # the kernel is older
             memory[:: mmap.PAGESIZE].tobytes()
+
+    def read_ahead(self, start: int, nbytes: int) -> None:
+        """Have the pages of these bytes in this process's page table: one by one takes three times as long."""
+        assert self._map is not None, "the buffer is closed"
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        with suppress(OSError):  # the kernel is older
+            self._map.madvise(_MADV_POPULATE_READ, first, start + nbytes - first)
 
     def before_close(self, undo: Callable[[], None]) -> None:
         """Have ``close`` call ``undo`` once, while the memory is still there."""

@@ -1,11 +1,12 @@
 """The actor around a ``NodeAgent``: one a node and group, in a process without torch, at the lowest priority.
 
 It is detached, so that no rank's death takes it along, and ends by itself when its group has had no coordinator for a
-while and nothing is left to write.
+while and nothing is left to write. What it has in memory of ranks that were killed keeps it a little longer.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from contextlib import suppress
@@ -19,6 +20,7 @@ from ray_dcp.cluster.link import NAMESPACE
 from ray_dcp.protocol.deputy import Told
 from ray_dcp.protocol.node_agent import DeputyJob, NodeAgent
 from ray_dcp.settings import Limits
+from ray_dcp.staging.memory_tier import HeldFile
 
 _NUM_THREADS = 256
 """Threads of the actor: each rank of the node has one or two in it."""
@@ -47,13 +49,26 @@ class AgentActor:
     def told(self, call_id: bytes, rank: int) -> Told | None:
         return self._agent.told(call_id, rank)
 
+    def held(self, place: str) -> tuple[HeldFile, ...]:
+        return self._agent.memory.held(place)
+
+    def left(self, rank: int) -> None:
+        self._agent.memory.left(rank)
+
     def _end_when_unneeded(self, actor: Any) -> None:
         num_missing = 0
-        while num_missing < _NUM_LOOKS:
+        while num_missing < self._num_looks:
             threading.Event().wait(_SEE_COORDINATOR_EVERY_S)
             num_missing = 0 if self._agent.num_open or _has_coordinator(self._group) else num_missing + 1
         with suppress(Exception):  # it is gone, or its cluster is
             ray.kill(actor)
+
+    @property
+    def _num_looks(self) -> int:
+        """How many times in a row it sees no coordinator before it ends: more, where ranks may come for its memory."""
+        if not self._agent.memory.is_for_later:
+            return _NUM_LOOKS
+        return _NUM_LOOKS + math.ceil(self._agent.keeps_for_s / _SEE_COORDINATOR_EVERY_S)
 
 
 def _has_coordinator(group: str) -> bool:
@@ -66,6 +81,14 @@ def _has_coordinator(group: str) -> bool:
 
 def agent_name(group: str, node_id: str) -> str:
     return f"agent/{group}/{node_id}"
+
+
+def find_agent(group: str) -> Any:
+    """The handle of this node's agent for ``group``, which may be starting; None where there is none."""
+    try:
+        return ray.get_actor(agent_name(group, ray.get_runtime_context().get_node_id()), namespace=NAMESPACE)
+    except ValueError:
+        return None
 
 
 def start_agent(group: str, limits: Limits) -> Any:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from ray_dcp.cluster.agent.agent_actor import start_agent
+from ray_dcp.cluster.agent.agent_actor import find_agent, start_agent
 from ray_dcp.protocol.deputy import Told
 from ray_dcp.protocol.node_agent import DeputyJob
 from ray_dcp.settings import Limits
+from ray_dcp.staging.memory_tier import HeldFile
 from ray_dcp.wording import first_line_of
 
 logger = logging.getLogger(__name__)
@@ -27,13 +28,17 @@ _TAKE_TIMEOUT_S = 5.0
 _FROZEN_S = 20.0
 """An agent that does not even say that it is up for this long is ended, so that another one can take its place."""
 _ASK_EVERY_S = 1.0
+_HELD_TIMEOUT_S = 1.0
+"""How long a load waits for an agent to say what it has in memory: then all is read from the store."""
 
 
 class AgentLink:
     """The ``Deputies`` of one rank. The agent starts when it is first asked for, beside whatever the rank does."""
 
-    def __init__(self, group: str, *, limits: Limits) -> None:
+    def __init__(self, group: str, *, limits: Limits, has_memory: bool = True) -> None:
+        """``has_memory``: whether loads look what the agent has in memory."""
         self._group = group
+        self._has_memory = has_memory
         self._limits = limits
         self._lock = threading.Lock()
         self._handle: Any = None
@@ -106,6 +111,37 @@ class AgentLink:
             return None
         self._agents.pop(handed.call_id, None)
         return told
+
+    def held(self, place: str) -> Sequence[HeldFile]:
+        """The files of the checkpoint at ``place`` that the node's agent has in memory.
+
+        None where there is no agent, or it does not answer at once. No agent is started for this.
+        """
+        try:
+            agent = self._known() if self._has_memory else None
+            if agent is None:
+                return ()
+            held: Sequence[HeldFile] = ray.get(agent.held.remote(place), timeout=_HELD_TIMEOUT_S)
+        except (RayError, GetTimeoutError) as error:
+            logger.warning("the node agent of group %r does not say what it has in memory, so all is read from "
+                           "storage: %s", self._group, first_line_of(error))  # fmt: skip
+            return ()
+        return held
+
+    def leave(self, rank: int) -> None:
+        """Tell the agent, if there is one, that ``rank`` leaves in order; nobody waits for it."""
+        with suppress(RayError):
+            agent = self._known() if self._has_memory else None
+            if agent is not None:
+                agent.left.remote(rank)
+
+    def _known(self) -> Any:
+        """The handle of this node's agent, also of one that another rank has started; None where none is up."""
+        with self._lock:
+            handle, up = self._handle, self._up
+        if handle is None:
+            return find_agent(self._group)
+        return handle if ray.wait([up], timeout=0)[0] else None
 
     def _lost(self, agent: Any, how: str) -> None:
         """Let the next save start another agent in the place of ``agent``, unless that has been done."""

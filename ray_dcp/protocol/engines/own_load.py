@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -23,6 +23,7 @@ from ray_dcp.protocol.engines.python_values import Kept
 from ray_dcp.protocol.engines.shared_values import ReadsAside, differing_values
 from ray_dcp.reads.checkpoint import OpenedCheckpoint
 from ray_dcp.reads.reader import StoreReader
+from ray_dcp.staging.memory_tier import HeldFile
 
 
 class OwnReader(OwnLocation):
@@ -50,6 +51,12 @@ class OwnReader(OwnLocation):
     def containers(self) -> Containers | None:
         return self.reader.containers
 
+    def look_nearby(self, held: Callable[[str], Sequence[HeldFile]]) -> None:
+        self.reader.look_nearby(held)
+
+    def leave_nearby(self) -> None:
+        self.reader.leave_nearby()
+
     def offer(self, plan: LoadPlan, planner: LoadPlanner, world_size: int) -> ShareOffer | None:
         return self.reader.offer_shared_reads(plan, planner, world_size)
 
@@ -71,6 +78,10 @@ class OwnReader(OwnLocation):
     @property
     def nbytes(self) -> tuple[int, int]:
         return self.reader.nbytes_read, self.reader.nbytes_loaded
+
+    @property
+    def nbytes_by_place(self) -> Mapping[str, int]:
+        return self.reader.nbytes_by_place
 
 
 class OwnTemplate:

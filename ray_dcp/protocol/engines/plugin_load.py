@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -49,6 +49,7 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.protocol.replica_warnings import warn_of_loading_differing
 from ray_dcp.reads.checkpoint import OpenedCheckpoint
 from ray_dcp.reads.reader import StoreReader
+from ray_dcp.staging.memory_tier import HeldFile
 
 
 class Reader(Reads, ReadsAside, Protocol):
@@ -77,6 +78,14 @@ class Reader(Reads, ReadsAside, Protocol):
         """The containers of the saved state dict, once the reader is set up; None where nobody knows."""
         ...
 
+    def look_nearby(self, held: Callable[[str], Sequence[HeldFile]]) -> None:
+        """Read from memory of this node what ``held`` has of the checkpoint's place, once the reader is set up."""
+        ...
+
+    def leave_nearby(self) -> None:
+        """Let go of what was opened there: all is read."""
+        ...
+
     def offer(self, plan: LoadPlan, planner: LoadPlanner, world_size: int) -> ShareOffer | None:
         """What other ranks of this node could read for this one; None for nothing."""
         ...
@@ -92,6 +101,11 @@ class Reader(Reads, ReadsAside, Protocol):
     @property
     def nbytes(self) -> tuple[int, int]:
         """Bytes read from storage, and bytes loaded into the template."""
+        ...
+
+    @property
+    def nbytes_by_place(self) -> Mapping[str, int]:
+        """Bytes read, by where they came from; empty where the reader does not say."""
         ...
 
 
@@ -144,6 +158,7 @@ class UsersReader(UsersLocation):
     opened_for_all = counts_progress = of_other_libraries = hands_over_no_code = False
     containers: Containers | None = None
     nbytes = (0, 0)
+    nbytes_by_place: Mapping[str, int] = {}
 
     def __init__(self, reader: StorageReader) -> None:
         super().__init__(reader)
@@ -164,6 +179,12 @@ class UsersReader(UsersLocation):
             with suppress(Exception):
                 return self.reader.read_metadata(rank=rank)
             raise
+
+    def look_nearby(self, held: Callable[[str], Sequence[HeldFile]]) -> None:
+        """Do nothing: it reads where it reads."""
+
+    def leave_nearby(self) -> None:
+        """Do nothing, as before."""
 
     def offer(self, plan: LoadPlan, planner: LoadPlanner, world_size: int) -> ShareOffer | None:
         return None
@@ -252,6 +273,7 @@ class PluginLoad:
         self._template.begin(template, rank, self._call.world_size)
         planner.set_up_planner(template.values, seen.metadata, rank == 0)
         reader.set_up_storage_reader(metadata, rank == 0, **accepted(reader.set_up_storage_reader, rank))
+        self._reader.look_nearby(self._call.held_nearby)
         self._template.know(self._reader.containers)
         self._local: LoadPlan = reader.prepare_local_plan(seen.stored_plan(planner.create_local_plan()))
 
@@ -288,7 +310,10 @@ class PluginLoad:
             warn_of_loading_differing(self._reader.differing(self._plan), self._call.checkpoint_id)
 
     def read(self) -> None:
-        self._python.fill(self._python.rest_of(self._plan))
+        try:
+            self._python.fill(self._python.rest_of(self._plan))
+        finally:
+            self._reader.leave_nearby()
 
     @property
     def may_fail_to_put(self) -> bool:
@@ -313,6 +338,10 @@ class PluginLoad:
     @property
     def nbytes(self) -> tuple[int, int]:
         return self._reader.nbytes
+
+    @property
+    def nbytes_by_place(self) -> Mapping[str, int]:
+        return self._reader.nbytes_by_place
 
     def _carried(self) -> Carries | NoGlobalStep | None:
         """Planner and reader for the coordinator, after their local step, as torch's coordinator rank uses them."""

@@ -135,8 +135,10 @@ class AsyncSaveResponse(_OfThisProcess, TorchAsyncSaveResponse, Future[Metadata]
 class BackgroundSaves:
     """The asynchronous saves of one rank."""
 
-    def __init__(self) -> None:
-        self._buffers = (os.getpid(), BufferPool(on_new=pin))
+    def __init__(self, *, spares_newest: bool = False) -> None:
+        """``spares_newest``: see ``BufferPool``."""
+        self._new_pool = functools.partial(BufferPool, on_new=pin, spares_newest=spares_newest)
+        self._buffers = (os.getpid(), self._new_pool())
         self._started: list[AsyncSaveResponse] = []
         """The one under way, and those whose failure is to be told."""
 
@@ -144,7 +146,7 @@ class BackgroundSaves:
     def buffers(self) -> BufferPool:
         """What they are staged in; a fork has buffers of its own."""
         if self._buffers[0] != os.getpid():
-            self._buffers = (os.getpid(), BufferPool(on_new=pin))
+            self._buffers = (os.getpid(), self._new_pool())
         return self._buffers[1]
 
     def settle(self) -> None:

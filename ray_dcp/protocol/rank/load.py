@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ray_dcp.errors import ConfigError, StateDictError
+from ray_dcp.errors import ConfigError, StateDictError, without_keys
 from ray_dcp.gc_pause import collector_paused, collector_resumed
 from ray_dcp.planning.per_rank import PerRankTemplate
 from ray_dcp.planning.template.comparison import TemplateCheck, asking_nothing
@@ -79,7 +79,16 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
         together = call.exchange(READ, may_fail)
         steps.put()
     _restore(request, template, steps, call, together=together)
-    return LoadReport(request.checkpoint_id, *steps.names, *steps.nbytes)
+    report = LoadReport(request.checkpoint_id, *steps.names, *steps.nbytes, steps.nbytes_by_place)
+    _log_places(report, call)
+    return report
+
+
+def _log_places(report: LoadReport, call: Call) -> None:
+    """Say where the bytes came from, where not all are from storage."""
+    if len(report.nbytes_by_place) > 1:
+        of_places = ", ".join(f"{nbytes} B from {place}" for place, nbytes in sorted(report.nbytes_by_place.items()))
+        logger.info("%s: rank %d has read %s", without_keys(report.checkpoint_id), call.rank, of_places)
 
 
 def _open(request: LoadRequest, steps: LoadSteps, call: Call) -> Metadata:

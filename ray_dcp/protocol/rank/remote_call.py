@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol
 
 from ray_dcp.errors import CoordinatorLostError, GroupError
@@ -19,6 +19,7 @@ from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFai
 from ray_dcp.protocol.messages import AnswerT, CallId, Carried, Exchange, Message, PartT, carry, decode, encode
 from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
 from ray_dcp.settings import Phase
+from ray_dcp.staging.memory_tier import HeldFile
 
 _OF_STORES = ("AWS_", "GOOGLE_", "RAY_DCP_")
 
@@ -57,6 +58,10 @@ class Deputies(Protocol):
 
         Meanwhile ``look`` is called again and again; what it raises ends the wait and passes unchanged.
         """
+        ...
+
+    def held(self, place: str) -> Sequence[HeldFile]:
+        """The files of the checkpoint at ``place`` that it has in memory; none where it does not answer at once."""
         ...
 
 
@@ -227,6 +232,9 @@ class RemoteCall:
                 self._link.reconnect()
             else:
                 return
+
+    def held_nearby(self, place: str) -> Sequence[HeldFile]:
+        return () if self._deputies is None else self._deputies.held(place)
 
     def carry(self, *user_objects: Any) -> Carried | None:
         return carry(*user_objects)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ray_dcp.errors import without_keys
 from ray_dcp.wording import MAX_LISTED
@@ -23,14 +23,20 @@ class LoadReport:
     """Bytes that this rank read from storage."""
     nbytes_loaded: int
     """Bytes that were loaded into this rank's template."""
+    nbytes_by_place: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that this rank read, by where they came from: "storage", and "memory" of the node's agent.
+
+    Empty where a reader of yours does not say.
+    """
 
     def __repr__(self) -> str:
         """The report with the first names of each list and a count: a model has thousands."""
         named = ", ".join(f"{name}={_few(getattr(self, name))}" for name in ("loaded", "missing", "unexpected"))
         place = without_keys(self.checkpoint_id)
+        by_place = f", nbytes_by_place={dict(self.nbytes_by_place)}" if len(self.nbytes_by_place) > 1 else ""
         return (
             f"LoadReport(checkpoint_id={place!r}, {named}, "
-            f"nbytes_read={self.nbytes_read}, nbytes_loaded={self.nbytes_loaded})"
+            f"nbytes_read={self.nbytes_read}, nbytes_loaded={self.nbytes_loaded}{by_place})"
         )
 
 

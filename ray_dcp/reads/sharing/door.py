@@ -51,7 +51,7 @@ class NodeReads:
         wants: list[Want | None] = []
         with suppress(CorruptCheckpointError):  # faults of the plan are told when it is read
             for record in large_of(records.by_file(plan)):
-                if not straight_ones_too and goes_straight(record):
+                if reads.is_near(record) or (not straight_ones_too and goes_straight(record)):
                     continue
                 read = reads.passing(record, [planner.resolve_tensor(item).detach() for item in record.items])
                 wants.append(want_of(record.number, read) if read is not None else None)

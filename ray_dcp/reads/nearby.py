@@ -1,0 +1,190 @@
+"""``NearbyFiles``: the files of one checkpoint that can be had from nearer places than its store.
+
+Each range comes from the first place of its file that has it. A place that has lost the bytes, or has wrong ones, is
+left for that file, for the rest of the load; behind the last place is the store. See ``docs/async_saves.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.format.manifest import EntryTable
+from ray_dcp.progress import advance
+from ray_dcp.staging.buffer_errors import StagingLostError, StagingMemoryError
+from ray_dcp.staging.memory_tier import HeldFile
+from ray_dcp.staging.shared_buffer import SharedBuffer
+from ray_dcp.store.reading import Fill
+from ray_dcp.store.store import StoreTraits
+
+logger = logging.getLogger(__name__)
+
+STORAGE = "storage"
+"""What ``LoadReport.nbytes_by_place`` calls the store."""
+MEMORY_TRAITS = StoreTraits(page_cache=True)
+"""How memory of this machine is best read."""
+_PIECE_NBYTES = 1 << 20
+_T = TypeVar("_T")
+
+
+class PlaceLostError(Exception):
+    """A place that does not have a file's bytes any more."""
+
+
+class Place(Protocol):
+    """Somewhere that has a file of a checkpoint. Used by several threads."""
+
+    kind: str
+    """What ``LoadReport.nbytes_by_place`` calls it."""
+
+    def fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers``, one after the other, with what follows ``offset`` in the file; counts as progress.
+
+        What it fills is what was sealed there, or what a block's checksum tells. Raises ``PlaceLostError``; the buffers
+        may then hold anything.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of whatever it takes to read there. Safe to call again."""
+        ...
+
+
+class BufferPlace:
+    """A file in a staging buffer of this node."""
+
+    kind = "memory"
+
+    def __init__(self, file: HeldFile) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._buffer: SharedBuffer | None = None
+
+    def fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        if offset + sum(map(len, buffers)) > self._file.nbytes:
+            raise PlaceLostError("the file there is shorter")
+        buffer = self._opened()
+        at = offset
+        for target in buffers:
+            for start in range(0, len(target), _PIECE_NBYTES):
+                piece = target[start : start + _PIECE_NBYTES]
+                buffer.read_ahead(at, len(piece))
+                _copy(piece, buffer.memory[at : at + len(piece)])
+                at += len(piece)
+                advance(len(piece))
+        if buffer.version != self._file.version:  # whoever overwrites it has changed that first
+            raise PlaceLostError("its buffer is used for another file by now")
+
+    def _opened(self) -> SharedBuffer:
+        with self._lock:
+            if self._buffer is None:
+                try:
+                    self._buffer = SharedBuffer.attach(self._file.buffer, writable=False)
+                except (StagingLostError, StagingMemoryError) as error:
+                    raise PlaceLostError(str(error)) from error
+            return self._buffer
+
+    def close(self) -> None:
+        with self._lock:
+            if self._buffer is not None:
+                self._buffer.close()
+                self._buffer = None
+
+
+class NearbyFiles:
+    """The places of a checkpoint's files, by key, nearest first. Threads may share it."""
+
+    def __init__(self, places: Mapping[str, Iterable[Place]]) -> None:
+        self._places = {key: tuple(of_key) for key, of_key in places.items()}
+        self._all = [place for of_key in self._places.values() for place in of_key]
+        self._lock = threading.Lock()
+        self.nbytes: Counter[str] = Counter()
+        """Bytes that were read, by the kind of place; of the store, too."""
+
+    def has(self, key: str) -> bool:
+        """Whether some place nearer than the store has the file."""
+        return bool(self._places.get(key))
+
+    def fill(self, key: str, offset: int, buffers: Sequence[memoryview], otherwise: Fill) -> None:
+        """Fill ``buffers`` from the nearest place that has the bytes, ``otherwise`` from the store."""
+        nbytes = sum(map(len, buffers))
+        while (place := self._nearest(key)) is not None:
+            try:
+                place.fill(offset, buffers)
+            except PlaceLostError as error:
+                self._leave(key, place, error)
+            else:
+                self._count(place.kind, nbytes)
+                return
+        otherwise(offset, buffers)
+        self._count(STORAGE, nbytes)
+
+    def again_from_next(self, key: str, read: Callable[[], _T]) -> _T:
+        """What ``read`` returns, which reads and checks bytes of one file.
+
+        Where they fail their checksum it is called again, and gets them from the next place. What the store has wrong
+        is raised.
+        """
+        while True:
+            place = self._nearest(key)
+            try:
+                return read()
+            except CorruptCheckpointError as error:
+                if place is None:
+                    raise
+                self._leave(key, place, error)
+
+    def close(self) -> None:
+        """Let go of all places; what is read from now on comes from the store."""
+        with self._lock:
+            self._places = {}
+        for place in self._all:
+            place.close()
+
+    def _nearest(self, key: str) -> Place | None:
+        return next(iter(self._places.get(key, ())), None)
+
+    def _leave(self, key: str, place: Place, why: Exception) -> None:
+        """Read no more of this file at ``place``, unless another thread has found that out before."""
+        with self._lock:
+            places = self._places.get(key, ())
+            if place not in places:
+                return
+            self._places[key] = tuple(other for other in places if other is not place)
+        logger.warning("%s is not read from %s, but from the next place that has it: %s", key, place.kind, why)
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes[kind] += nbytes
+
+
+def nearby_files(held: Sequence[HeldFile], entries: EntryTable) -> NearbyFiles | None:
+    """Those of ``held`` that are files of the checkpoint with these entries; None where none is.
+
+    Their keys have the attempt's name, and none of them ends before an entry does.
+    """
+    if not held:
+        return None
+    ends: defaultdict[str, int] = defaultdict(int)
+    for key, offset, nbytes in zip(
+        entries.files, entries.column("payload_offset"), entries.column("payload_nbytes"), strict=True
+    ):
+        ends[key] = max(ends[key], offset + nbytes)
+    found = {file.key: [BufferPlace(file)] for file in held if file.key in ends and ends[file.key] <= file.nbytes}
+    return NearbyFiles(found) if found else None
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    if len(target) < _PIECE_NBYTES // 16:
+        target[:] = source
+    else:  # numpy lets other threads go on meanwhile
+        np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(source, dtype=np.uint8)
+
+
+__all__ = ["MEMORY_TRAITS", "STORAGE", "BufferPlace", "NearbyFiles", "Place", "PlaceLostError", "nearby_files"]
