@@ -11,6 +11,7 @@ import pytest
 from ray_dcp import trace_points
 from ray_dcp.errors import ConfigError
 from ray_dcp.settings import (
+    DEFAULT_MEMORY_KEEP_S,
     PHASES,
     RETRY_PREFIX,
     Limits,
@@ -19,6 +20,8 @@ from ray_dcp.settings import (
     ReplicaCheck,
     RetryPolicy,
     agents_from,
+    memory_keep_from,
+    memory_tier_from,
     share_reads_from,
     variable_of,
 )
@@ -93,13 +96,26 @@ def test_an_observer_sees_the_points_within_the_block_only():
 
 
 @pytest.mark.parametrize(
-    ("variable", "read"), [("RAY_DCP_SHARE_READS", share_reads_from), ("RAY_DCP_AGENTS", agents_from)]
+    ("variable", "read"),
+    [
+        ("RAY_DCP_SHARE_READS", share_reads_from),
+        ("RAY_DCP_AGENTS", agents_from),
+        ("RAY_DCP_MEMORY_TIER", memory_tier_from),
+    ],
 )
 @pytest.mark.parametrize(("text", "is_on"), [(None, True), ("1", True), ("True", True), ("0", False), ("false", False)])
-def test_reads_are_shared_and_agents_write_unless_the_variable_says_no(variable, read, text, is_on):
+def test_reads_are_shared_and_agents_write_and_keep_unless_the_variable_says_no(variable, read, text, is_on):
     assert read({} if text is None else {variable: text}) is is_on
     with pytest.raises(ConfigError, match="'no' is none of 0, 1, false and true"):
         read({variable: "no"})
+
+
+def test_how_long_memory_is_kept_is_a_number_of_seconds():
+    assert memory_keep_from({}) == DEFAULT_MEMORY_KEEP_S
+    assert memory_keep_from({"RAY_DCP_MEMORY_KEEP_S": "0"}) == 0
+    for text in ("-1", "nan", "soon"):
+        with pytest.raises(ConfigError, match="RAY_DCP_MEMORY_KEEP_S"):
+            memory_keep_from({"RAY_DCP_MEMORY_KEEP_S": text})
 
 
 def documented(default):
@@ -129,6 +145,8 @@ def test_the_documentation_has_each_setting_as_it_is():
         ("`save(replica_check_nbytes=)`", "", "", documented(ReplicaCheck().max_nbytes)),
         ("", "", "`RAY_DCP_SHARE_READS`", "1"),
         ("", "", "`RAY_DCP_AGENTS`", "1"),
+        ("", "", "`RAY_DCP_MEMORY_TIER`", "1"),
+        ("", "", "`RAY_DCP_MEMORY_KEEP_S`", documented(DEFAULT_MEMORY_KEEP_S)),
         *rows(PaceSettings, "CheckpointManager"),
         *rows(RetryPolicy, "RetryPolicy", parameter_prefix=RETRY_PREFIX, variable_prefix="RETRY_"),
         *((argument, shown.get(parameter, parameter), *rest) for argument, parameter, *rest in of_s3),

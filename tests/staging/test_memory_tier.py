@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import mmap
-import os
 
 import pytest
 
-from ray_dcp.errors import ConfigError
 from ray_dcp.format.names import ShardFile
-from ray_dcp.settings import memory_keep_from, memory_tier_from
 from ray_dcp.staging.buffer_errors import StagingLostError
 from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.staging.memory_tier import MemoryTier
@@ -134,12 +131,3 @@ def test_a_group_whose_ranks_have_all_left_asks_for_nothing_later(pool, tier):
     tier.left(1)
     stage(pool, tier, 1, rank=1)
     assert tier.is_for_later
-
-
-def test_the_settings(monkeypatch):
-    assert (memory_tier_from({}), memory_keep_from({})) == (True, 180.0)
-    assert not memory_tier_from({"RAY_DCP_MEMORY_TIER": "0"})
-    assert memory_keep_from({"RAY_DCP_MEMORY_KEEP_S": "0"}) == 0
-    with pytest.raises(ConfigError, match="RAY_DCP_MEMORY_KEEP_S"):
-        memory_keep_from({"RAY_DCP_MEMORY_KEEP_S": "-1"})
-    assert not [name for name in os.environ if name.startswith("RAY_DCP_MEMORY")]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_dcp.cluster.agent.agent_actor import find_agent, start_agent
 from ray_dcp.protocol.deputy import Told
@@ -117,6 +117,7 @@ class AgentLink:
 
         None where there is no agent, or it does not answer at once. No agent is started for this.
         """
+        agent = None
         try:
             agent = self._known() if self._has_memory else None
             if agent is None:
@@ -125,6 +126,8 @@ class AgentLink:
         except (RayError, GetTimeoutError) as error:
             logger.warning("the node agent of group %r does not say what it has in memory, so all is read from "
                            "storage: %s", self._group, first_line_of(error))  # fmt: skip
+            if isinstance(error, RayActorError):
+                self._forget(agent)
             return ()
         return held
 
@@ -145,10 +148,13 @@ class AgentLink:
 
     def _lost(self, agent: Any, how: str) -> None:
         """Let the next save start another agent in the place of ``agent``, unless that has been done."""
+        self._forget(agent)
+        self._say_once(how)
+
+    def _forget(self, agent: Any) -> None:
         with self._lock:
             if self._handle is agent:
                 self._handle = self._up = None
-        self._say_once(how)
 
     def _say_once(self, what: str) -> None:
         log = logger.debug if self._warned else logger.warning

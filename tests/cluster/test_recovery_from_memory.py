@@ -1,0 +1,144 @@
+"""A group that forms anew after a death loads from the memory of its node's agent, not from storage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+import torch
+
+import ray_dcp as dcp
+from tests.cluster.test_group import until
+from tests.cluster.test_node_agents import COLUMNS, Group, agents_of, save_and_wait, staging_buffers
+from tests.faults.scene import Rank
+from tests.slack import within
+
+pytestmark = pytest.mark.ray
+
+NAME = "from-memory"
+
+
+def load_columns(rank, world_size, place, value):
+    """Load some columns of all rows; where the bytes came from, and the descriptors that stay of it."""
+    before = staging_buffers(rank, world_size)
+    width = COLUMNS // world_size
+    rows = torch.full((4, width), float("nan"))
+    state = {"rows": dcp.LocalShards((4, COLUMNS), {(0, rank * width): rows}), "n": None, "all": torch.zeros(5)}
+    began = time.monotonic()
+    report = dcp.load(state, checkpoint_id=place)
+    took_s = time.monotonic() - began
+    assert torch.equal(rows, torch.tensor([value, value, value + 1, value + 1])[:, None].expand(-1, width))
+    assert (state["n"], state["all"].tolist()) == (value, [value] * 5)
+    assert staging_buffers(rank, world_size) == before
+    return report.nbytes_by_place, took_s
+
+
+@pytest.fixture(scope="module")
+def group(ray_session):
+    own = Group(NAME)
+    yield own
+    own.end()
+
+
+def form(group, world_size: int) -> None:
+    """Have the group form anew, of so many ranks: those that live, and new ones in the place of others."""
+    group.actors = group.actors[:world_size]
+    group.actors += [Rank.remote() for _ in range(world_size - len(group.actors))]
+    joins = [actor.join.remote(NAME, rank, world_size, group.limits) for rank, actor in enumerate(group.actors)]
+    group.pids = ray.get(joins, timeout=within(120))
+
+
+def kill(group, *ranks: int) -> None:
+    for rank in sorted(ranks, reverse=True):
+        os.kill(group.pids[rank], signal.SIGKILL)
+        del group.actors[rank]
+
+
+def sources(group, place, value) -> list[set[str]]:
+    """Where each rank's bytes came from."""
+    return [{place for place, nbytes in by.items() if nbytes} for by, _ in group.outcomes(load_columns, place, value)]
+
+
+def hide_shards(place) -> None:
+    """Have nothing in storage but what says that there is a checkpoint."""
+    for path in place.glob("*.distcp"):
+        path.rename(f"{path}.hidden")
+
+
+def show_shards(place) -> None:
+    for path in place.glob("*.hidden"):
+        path.rename(str(path).removesuffix(".hidden"))
+
+
+def test_a_rank_is_killed_and_all_load_from_memory_be_they_as_many_or_not(group, tmp_path):
+    for step in (0, 1):
+        assert group.outcomes(save_and_wait, tmp_path / f"step-{step}", float(step)) == ["saved"] * 2
+    place = tmp_path / "step-1"
+    hide_shards(place)
+    assert sources(group, place, 1.0) == [{"memory"}] * 2, "while all live"
+    kill(group, 1)
+    form(group, 2)
+    assert sources(group, place, 1.0) == [{"memory"}] * 2
+    form(group, 1)
+    assert sources(group, place, 1.0) == [{"memory"}]
+    form(group, 3)
+    assert sources(group, place, 1.0) == [{"memory"}] * 3
+    assert sources(group, tmp_path / "step-0", 0.0) == [{"storage"}] * 3, "the newest alone is kept"
+
+
+def test_all_ranks_are_killed(group, tmp_path):
+    form(group, 2)
+    assert group.outcomes(save_and_wait, tmp_path / "step-2", 2.0) == ["saved"] * 2
+    hide_shards(tmp_path / "step-2")
+    kill(group, 0, 1)
+    form(group, 2)
+    assert sources(group, tmp_path / "step-2", 2.0) == [{"memory"}] * 2
+    agent = ray.get(group.agent.__ray_call__.remote(_staging_buffers), timeout=within(60))
+    assert len(agent) == 2, "of each rank one buffer"
+    show_shards(tmp_path / "step-2")
+
+
+def _staging_buffers(agent):
+    return staging_buffers(0, 0)
+
+
+def _pid(agent):
+    return os.getpid()
+
+
+def test_an_agent_that_stands_still_is_not_waited_for(group, tmp_path):
+    assert group.outcomes(save_and_wait, tmp_path / "c", 3.0) == ["saved"] * 2
+    pid = ray.get(group.agent.__ray_call__.remote(_pid), timeout=within(60))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        loads = group.outcomes(load_columns, tmp_path / "c", 3.0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [by["storage"] > 0 and "memory" not in by for by, _ in loads] == [True] * 2
+    assert max(took_s for _, took_s in loads) < within(5)
+    assert sources(group, tmp_path / "c", 3.0) == [{"memory"}] * 2
+
+
+def test_an_agent_that_is_killed_leaves_the_storage(group, tmp_path):
+    assert group.outcomes(save_and_wait, tmp_path / "c", 4.0) == ["saved"] * 2
+    ray.kill(group.agent)
+    assert sources(group, tmp_path / "c", 4.0) == [{"storage"}] * 2
+    assert group.outcomes(save_and_wait, tmp_path / "d", 4.0) == ["saved"] * 2
+    assert sources(group, tmp_path / "d", 4.0) == [{"memory"}] * 2, "of another agent"
+
+
+def leave(rank, world_size):
+    dcp.current_group().close()
+
+
+def test_nothing_is_kept_of_a_group_that_all_have_left(group, tmp_path):
+    """The last one: its ranks have left then."""
+    assert group.outcomes(save_and_wait, tmp_path / "c", 5.0) == ["saved"] * 2
+    assert agents_of(NAME) == 1
+    for actor in group.actors:
+        ray.get(actor.do.remote(leave), timeout=within(60))
+    assert group.outcomes(staging_buffers) == [set()] * 2
+    until(lambda: agents_of(NAME) == 0, timeout_s=60)
