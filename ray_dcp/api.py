@@ -156,8 +156,9 @@ def async_save(
     """Save in the background what the state dict holds now; every rank calls this.
 
     Returns when what this rank will write is copied: then the state dict may change. In a group an agent of the node
-    writes the copy, so that a rank which is killed from then on loses nothing. The first save starts the agent and may
-    be without it; ``RAY_DCP_AGENTS=0``, or a planner or writer of yours, leaves the writing to a thread here.
+    writes the copy, else a child of this process, so that whoever is killed from then on loses nothing. The first save
+    starts it and may be without it; ``RAY_DCP_AGENTS=0``, or a planner or writer of yours, leaves the writing to a
+    thread here.
 
     The response is also a future of the checkpoint's ``Metadata``; a save that has begun cannot be cancelled. Saves of
     a rank are written one at a time, in order; a call waits for the one before, and the interpreter waits at exit. A

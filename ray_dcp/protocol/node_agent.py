@@ -129,7 +129,7 @@ class NodeAgent:
         Not so where what is returned says that it failed. Raises ``StagingLostError`` where the buffer cannot be
         opened, and what ``open_store`` raises: then nobody has been told, and the part is the rank's own.
         """
-        store = _store_of(job)
+        store = store_of(job)
         file = job.part.file
         buffer = SharedBuffer.attach(file.buffer) if file is not None else None
         with self._lock:
@@ -243,7 +243,7 @@ class _RankJobs:
                 logger.exception("a node agent's job ended with an error that nobody was told of")
 
 
-def _store_of(job: DeputyJob) -> Store | None:
+def store_of(job: DeputyJob) -> Store | None:
     """The store into which the job writes, opened as the rank would."""
     os.environ.update(job.variables)
     file = job.part.file
@@ -258,4 +258,4 @@ def _close(buffer: SharedBuffer | None) -> None:
         buffer.close()
 
 
-__all__ = ["DeputyJob", "FileJob", "NodeAgent", "SaveOverError", "SavePulse", "StagedPart"]
+__all__ = ["DeputyJob", "FileJob", "NodeAgent", "SaveOverError", "SavePulse", "StagedPart", "store_of"]

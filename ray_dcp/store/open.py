@@ -49,6 +49,15 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     return _open_bucket(text, scheme)
 
 
+def opened_alike_elsewhere(url: str | os.PathLike[str]) -> bool:
+    """Whether any process of this machine that opens ``url`` has the same store.
+
+    Not so where it is memory of this process, or of a scheme for which this process has a store of the user's.
+    """
+    scheme = url_scheme(absolute(url, setting="url"))
+    return scheme != "memory" and scheme not in _openers
+
+
 def opens(url: str | os.PathLike[str]) -> bool:
     """Whether ``url`` is a place that ``open_store`` takes, for DCP's ``validate_checkpoint_id``."""
     try:

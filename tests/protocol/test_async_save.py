@@ -190,6 +190,7 @@ def test_a_damaged_step_that_is_passed_over_takes_no_earlier_failure_along(tmp_p
 
 def test_what_a_manager_told_once_its_wait_and_close_do_not_tell_again(tmp_path, monkeypatch):
     manager = dcp.CheckpointManager(tmp_path)
+    monkeypatch.setenv("RAY_DCP_AGENTS", "0")  # a thread of this process writes
 
     def refuse(writer, file, memory, *, again=False):
         raise OSError("cannot be written")
