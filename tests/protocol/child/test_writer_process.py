@@ -229,7 +229,9 @@ def test_an_empty_state_needs_no_file(alone, tmp_path):
 
 
 def job_of(place, buffer):
-    file = FileJob(buffer.name, buffer.nbytes, OpenEnds(array("I"), array("I"), ()), str(place), "shard", False)
+    file = FileJob(
+        buffer.name, buffer.version, buffer.nbytes, OpenEnds(array("I"), array("I"), ()), str(place), "shard", False
+    )
     return DeputyJob(HandedOver(b"", 0, ()), StagedPart(b"prepared", file))
 
 
@@ -260,8 +262,9 @@ def test_the_child_refuses_what_it_cannot_open(tmp_path, buffer):
     told = []
     writer = ChildWriter(told.append)
     writer.hear(TakeJob(1, job_of("unheard-of://place", buffer)))
+    job = job_of(tmp_path, buffer)
     buffer.close()
-    writer.hear(TakeJob(2, job_of(tmp_path, buffer)))
+    writer.hear(TakeJob(2, job))
     assert [one.number for one in told] == [1, 2]
     assert "unheard-of" in told[0].why_not
     assert told[1].why_not
