@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,39 +49,6 @@ def load(rank: int, folder: Path, layouts_now: list[str]) -> dict[str, list[str]
     return found
 
 
-def by_world_size(names):
-    sizes = sorted({layouts.WORLD_SIZES[name] for name in names})
-    return [(size, [name for name in names if layouts.WORLD_SIZES[name] == size]) for size in sizes]
-
-
-@pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layouts")
-    for layout in SAVED:
-        (folder / layout).mkdir()
-    for world_size, names in by_world_size(SAVED):
-        layouts.in_group(ranks, world_size, save, folder, folder, names)
-    return folder
-
-
-@pytest.mark.parametrize(("world_size", "targets"), by_world_size(LOADED), ids=str)
-def test_every_layout_loads_what_every_other_saved(ranks, saved, world_size, targets):
-    for found in layouts.in_group(ranks, world_size, load, saved, saved, targets):
-        assert len(found) == len(targets) * len(SAVED) * 3
-        assert {way: differences for way, differences in found.items() if differences} == {}
-
-
-def test_the_checkpoints_differ_in_every_value(saved):
-    """So that a load of the wrong one is seen."""
-    everything = [torch.load(saved / source / "everything.pt") for source in SAVED]
-    same = {"optim.param_groups", "model.seen"}
-    for name in everything[0]:
-        if not any(name.startswith(prefix) for prefix in same) and not name.endswith(".step"):
-            values = [one[name] for one in everything]
-            assert all(not torch.equal(a, b) for n, a in enumerate(values) for b in values[:n])
-    assert everything[0]["model.seen"].item() == 2**53 + 1
-
-
 def load_into_meta(rank: int, folder: Path) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -98,10 +68,6 @@ def load_into_meta(rank: int, folder: Path) -> list[str]:
     return layouts.differences(whole, {name: value for name, value in expected.items() if name.startswith("model.")})
 
 
-def test_a_model_on_the_meta_device_gets_memory_and_values(ranks, saved):
-    assert layouts.in_group(ranks, 3, load_into_meta, saved, saved) == [[], [], []]
-
-
 def load_wrong(rank: int, folder: Path) -> tuple[str, bool]:
     model, optimizer = layouts.built("fsdp", seed=5)
     before = layouts.full_state(model, optimizer)
@@ -112,12 +78,6 @@ def load_wrong(rank: int, folder: Path) -> tuple[str, bool]:
     except dcp.CheckpointException as error:
         return str(error), layouts.differences(layouts.full_state(model, optimizer), before) == []
     return "", False
-
-
-def test_a_template_that_does_not_fit_is_refused_on_every_rank_and_untouched(ranks, saved):
-    for message, untouched in layouts.in_group(ranks, 2, load_wrong, saved, saved):
-        assert "app.model.new.weight: Missing key: not in the checkpoint" in message
-        assert untouched
 
 
 def sharded_tensor(rank: int, world_size: int, values: torch.Tensor):
@@ -143,17 +103,101 @@ def load_sharded(rank: int, folder: Path) -> list[tuple[list[float], list[float]
     for way, place in ((dcp, "ours"), (torch_dcp, "ours"), (dcp, "torchs")):
         state = {"t": sharded_tensor(rank, 3, torch.full((7, 3), -1.0)), "n": 0}
         whole = {"t": torch.full((7, 3), -1.0), "n": 0}
-        way.load(state, checkpoint_id=folder / place)
-        way.load(whole, checkpoint_id=folder / place)
+        way.load(state, checkpoint_id=folder / "sharded" / place)
+        way.load(whole, checkpoint_id=folder / "sharded" / place)
         (shard,) = state["t"].local_shards()
         rows.append((shard.tensor[:, 0].tolist(), whole["t"][:, 0].tolist()))
     return rows
 
 
-def test_sharded_tensors_load_on_another_number_of_ranks_and_whole(ranks, tmp_path):
-    layouts.in_group(ranks, 2, save_sharded, tmp_path, tmp_path)
+def of_size(world_size: int, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if layouts.WORLD_SIZES[name] == world_size]
+
+
+def save_on_two(rank: int, folder: Path) -> None:
+    save(rank, folder, of_size(2, SAVED))
+    save_sharded(rank, folder / "sharded")
+
+
+def save_and_load_on_four(rank: int, folder: Path) -> dict[str, list[str]]:
+    save(rank, folder, of_size(4, SAVED))
+    return load(rank, folder, of_size(4, LOADED))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loads:
+    """What each rank has found in the loads of one number of ranks, which are all in one process group."""
+
+    every_layout: list[dict[str, list[str]]]
+    other: list[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All saves, and all loads by number of ranks: a process group costs a coordinator, which is a process."""
+
+    folder: Path
+    loads: dict[int, Loads]
+
+
+@pytest.fixture(scope="module")
+def run(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    for layout in SAVED:
+        (folder / layout).mkdir()
+
+    def each(world_size, on_rank, *args):
+        return layouts.in_group(ranks, world_size, on_rank, folder, folder, *args)
+
+    def loads(world_size, *others):
+        found = each(world_size, load_and_more, world_size, *others)
+        return Loads(every_layout=[one for one, *_ in found], other=[more for _, *more in found])
+
+    each(2, save_on_two)
+    each(1, save, of_size(1, SAVED))
+    on_four = Loads(every_layout=each(4, save_and_load_on_four), other=[])
+    on_three = loads(3, load_into_meta, load_sharded)
+    return Run(folder=folder, loads={1: loads(1), 2: loads(2, load_wrong), 3: on_three, 4: on_four})
+
+
+def load_and_more(rank: int, folder: Path, world_size: int, *others: Callable[..., Any]) -> list[Any]:
+    return [load(rank, folder, of_size(world_size, LOADED)), *(other(rank, folder) for other in others)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_layout_loads_what_every_other_saved(run, world_size):
+    every_layout = run.loads[world_size].every_layout
+    assert len(every_layout) == world_size
+    for found in every_layout:
+        assert len(found) == len(of_size(world_size, LOADED)) * len(SAVED) * 3
+        assert {way: differences for way, differences in found.items() if differences} == {}
+
+
+def test_the_checkpoints_differ_in_every_value(run):
+    """So that a load of the wrong one is seen."""
+    everything = [torch.load(run.folder / source / "everything.pt") for source in SAVED]
+    same = {"optim.param_groups", "model.seen"}
+    for name in everything[0]:
+        if not any(name.startswith(prefix) for prefix in same) and not name.endswith(".step"):
+            values = [one[name] for one in everything]
+            assert all(not torch.equal(a, b) for n, a in enumerate(values) for b in values[:n])
+    assert everything[0]["model.seen"].item() == 2**53 + 1
+
+
+def test_a_model_on_the_meta_device_gets_memory_and_values(run):
+    assert [differences for differences, _ in run.loads[3].other] == [[], [], []]
+
+
+def test_a_template_that_does_not_fit_is_refused_on_every_rank_and_untouched(run):
+    assert len(run.loads[2].other) == 2
+    for ((message, untouched),) in run.loads[2].other:
+        assert "app.model.new.weight: Missing key: not in the checkpoint" in message
+        assert untouched
+
+
+def test_sharded_tensors_load_on_another_number_of_ranks_and_whole(run):
     everything = [row * 3.0 for row in range(7)]
     spans = [(0, 3), (3, 6), (6, 7)]
-    assert layouts.in_group(ranks, 3, load_sharded, tmp_path, tmp_path) == [
+    assert [rows for _, rows in run.loads[3].other] == [
         [(everything[start:stop], everything)] * 3 for start, stop in spans
     ]
