@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,12 +61,11 @@ def workers_over_time(result: dict[str, Any]) -> list[int]:
     return [stretch["world_size"] for stretch in result["stretches"]]
 
 
+# The same by day in a cluster that others have started: see below.
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("kill", "workers", "expected", "more"),
-    [
-        ("step", ("1", "2"), [2, 1, 2], ["--async-save"]),
-        pytest.param("save", ("1", "3"), [3, 2, 3], [], marks=pytest.mark.soak),
-    ],
+    [("step", ("1", "2"), [2, 1, 2], ["--async-save"]), ("save", ("1", "3"), [3, 2, 3], [])],
 )
 def test_a_run_that_loses_a_node_ends_as_if_it_had_not(
     kill: str, workers: tuple[str, str], expected: list[int], more: list[str], tmp_path: Path
@@ -75,22 +75,28 @@ def test_a_run_that_loses_a_node_ends_as_if_it_had_not(
     result, output = run_job(tmp_path, *arguments)
 
     assert workers_over_time(result) == expected, output
+    require_as_if_no_node_had_been_lost(result, num_steps=60)
+    if kill == "save":
+        # Nobody saw the checkpoint that the node died over; the one before it was whole.
+        lost = result["resumes"][0]
+        assert lost["step"] == 15
+        assert lost["steps_repeated"] == 5
+    assert "killed a node" in output
+    assert "grown back" in output
+
+
+def require_as_if_no_node_had_been_lost(result: dict[str, Any], *, num_steps: int) -> None:
+    """The run has lost a node, and grown again, and neither its losses nor its checkpoints show it."""
     assert result["comparison"]["max_relative_deviation"] < 1e-5
     assert result["comparison"]["steps_off"] == result["comparison"]["steps_missing"] == []
     lost, grown = result["resumes"]
     # Without the callback Ray waits a minute for the lost node's worker.
     assert lost["seconds"] < within(50)
-    if kill == "save":
-        # Nobody saw the checkpoint that the node died over; the one before it was whole.
-        assert lost["step"] == 15
-        assert lost["steps_repeated"] == 5
-    else:
-        assert lost["steps_repeated"] >= 1
+    assert lost["steps_repeated"] >= 1
     assert lost["step"] % 5 == grown["step"] % 5 == 0
-    assert result["checkpoint_id"].endswith("step-00000060")
-    assert [info.step for info in list_checkpoints(Path(result["checkpoint_id"]).parent)] == list(range(5, 61, 5))
-    assert "killed a node" in output
-    assert "grown back" in output
+    assert result["checkpoint_id"].endswith(f"step-{num_steps:08d}")
+    committed = [info.step for info in list_checkpoints(Path(result["checkpoint_id"]).parent)]
+    assert committed == list(range(5, num_steps + 1, 5))
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
@@ -131,37 +137,67 @@ def free_port(taken: set[int]) -> int:
             return port
 
 
+class Cluster:
+    """A cluster that is started from the shell, with room for one worker on each node."""
+
+    def __init__(self, folder: str, until_done: ExitStack) -> None:
+        self._folder = folder
+        self._until_done = until_done
+        self._ports: set[int] = set()
+        self._settings = {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+            "RAY_health_check_initial_delay_ms": "1000",
+            "RAY_health_check_period_ms": "500",
+            "RAY_health_check_timeout_ms": f"{within(3000):.0f}",
+            "RAY_health_check_failure_threshold": "3",
+        }
+        port, dashboard = free_port(self._ports), free_port(self._ports)
+        self.address, self.jobs_address = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+        client, agent = free_port(self._ports), free_port(self._ports)
+        head = [f"--port={port}", f"--dashboard-port={dashboard}"]
+        head += [f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"]
+        self._start("--head", "--node-ip-address=127.0.0.1", *head)
+
+    def add_node(self) -> None:
+        self._start(f"--address={self.address}", f"--dashboard-agent-listen-port={free_port(self._ports)}")
+
+    def _start(self, *arguments: str) -> None:
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1", *arguments]
+        # A folder each, as on two machines: nodes of one folder unpack a job's files over each other's.
+        command += ["--object-store-memory=100000000", f"--temp-dir={self._folder}/{len(self._ports)}"]
+        command.append(f"--metrics-export-port={free_port(self._ports)}")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        with (Path(self._folder) / "nodes.log").open("a") as log:
+            node = subprocess.Popen(command, stdout=log, stderr=log, env=environment | self._settings)
+        self._until_done.callback(self._end, node)
+
+    def _end(self, node: subprocess.Popen[bytes]) -> None:
+        children = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
+        node.terminate()
+        node.wait(timeout=within(60))
+        _, alive = psutil.wait_procs(children, timeout=10)
+        for child in alive:
+            child.kill()
+
+
 @pytest.fixture
-def jobs_address() -> Iterator[str]:
-    """Where the Jobs API is of a cluster that was started from the shell."""
-    taken: set[int] = set()
-    dashboard = free_port(taken)
-    with tempfile.TemporaryDirectory(prefix="rj-", ignore_cleanup_errors=True) as folder:
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--temp-dir={folder}"]
-        command += ["--num-cpus=2", "--object-store-memory=100000000", f"--dashboard-port={dashboard}"]
-        for option in ("port", "metrics-export-port", "ray-client-server-port", "dashboard-agent-listen-port"):
-            command.append(f"--{option}={free_port(taken)}")
-        settings = {"RAY_AUTH_MODE": "disabled", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | settings
-        with (Path(folder) / "head.log").open("w") as log:
-            head = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            yield f"http://127.0.0.1:{dashboard}"
-        finally:
-            children = psutil.Process(head.pid).children(recursive=True)
-            head.terminate()
-            head.wait(timeout=within(60))
-            _, alive = psutil.wait_procs(children, timeout=10)
-            for child in alive:
-                child.kill()
+def cluster() -> Iterator[Cluster]:
+    # A short name: Ray's sockets are to be in there as well.
+    with (
+        tempfile.TemporaryDirectory(prefix="rj-", ignore_cleanup_errors=True) as folder,
+        ExitStack() as until_done,
+    ):
+        yield Cluster(folder, until_done)
 
 
-def wait_for(what: str, look: Callable[[], T | None], timeout_s: float = 60) -> T:
+def wait_for(what: str, look: Callable[[], T | None], timeout_s: float = 60, every_s: float = 0.05) -> T:
     """The first answer of ``look`` that is not None."""
     deadline = time.monotonic() + within(timeout_s)
     while (found := look()) is None:
         assert time.monotonic() < deadline, f"no {what} after {timeout_s:g} s"
-        time.sleep(0.05)
+        time.sleep(every_s)
     return found
 
 
@@ -172,27 +208,59 @@ def connected(address: str) -> JobSubmissionClient | None:
         return None
 
 
-def test_the_job_can_be_submitted_to_a_running_cluster(
-    jobs_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    client = wait_for("Jobs API", lambda: connected(jobs_address))
-    arguments = ["--address", "auto", "--workers", "1", "1", "--steps", "20", "--min-step-seconds", "0.05"]
-    arguments += ["--storage", str(tmp_path / "storage"), "--json", str(tmp_path / "result.json")]
-    job = client.submit_job(
-        entrypoint=" ".join([sys.executable, "jobs/elastic_train.py", *arguments]),
-        runtime_env={"working_dir": str(REPOSITORY)},
-    )
+class SubmittedJob:
+    """The job in a cluster that was there before it."""
 
-    def ended() -> JobStatus | None:
-        status = client.get_job_status(job)
+    def __init__(self, cluster: Cluster, folder: Path, *arguments: str) -> None:
+        self._client = wait_for("Jobs API", lambda: connected(cluster.jobs_address))
+        self._result = folder / "result.json"
+        # Its own files and no others: ray_dcp is installed on each node, and compiled.
+        program = shutil.copytree(JOB.parent, folder / "program" / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
+        everything = ["--address", "auto", "--storage", str(folder / "storage"), "--json", str(self._result)]
+        self._job = self._client.submit_job(
+            entrypoint=" ".join([sys.executable, "jobs/elastic_train.py", *everything, *arguments]),
+            runtime_env={"working_dir": str(program.parent)},
+        )
+
+    def says(self, words: str) -> bool | None:
+        logs = self._client.get_job_logs(self._job)
+        assert words in logs or not self._client.get_job_status(self._job).is_terminal(), logs
+        return words in logs or None
+
+    def ended(self) -> JobStatus | None:
+        status = self._client.get_job_status(self._job)
         return status if status.is_terminal() else None
 
-    status = wait_for("end of the job", ended, timeout_s=200)
-    logs = client.get_job_logs(job)
-    assert status == JobStatus.SUCCEEDED, logs
-    result = json.loads((tmp_path / "result.json").read_text())
-    # A worker is killed there, which Ray starts again by itself.
+    def result(self) -> tuple[dict[str, Any], str]:
+        status = wait_for("end of the job", self.ended, timeout_s=200, every_s=1)
+        logs = self._client.get_job_logs(self._job)
+        assert status == JobStatus.SUCCEEDED, logs
+        return json.loads(self._result.read_text()), logs
+
+
+def test_the_job_can_be_submitted_to_a_running_cluster_which_loses_a_node_and_gets_another(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    cluster.add_node()
+    # Steps are as slow as leaves time for a node to come meanwhile.
+    course = ("--steps", "40", "--min-step-seconds", "0.4", "--async-save")
+    job = SubmittedJob(cluster, tmp_path, *course, "--kill-node", "--workers", "1", "2")
+    wait_for("training on one worker", lambda: job.says("training goes on with 1 workers"), timeout_s=150, every_s=1)
+    cluster.add_node()
+    result, logs = job.result()
+    assert workers_over_time(result) == [2, 1, 2], logs
+    require_as_if_no_node_had_been_lost(result, num_steps=40)
+    assert "killed a node" in logs
+
+
+@pytest.mark.soak
+def test_a_worker_that_is_killed_in_a_running_cluster_is_started_again(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    course = ("--steps", "20", "--min-step-seconds", "0.05")
+    result, logs = SubmittedJob(cluster, tmp_path, *course, "--workers", "1", "1").result()
     assert workers_over_time(result) == [1, 1]
     assert result["comparison"]["max_relative_deviation"] < 1e-5
     assert "killed a worker" in logs
