@@ -233,6 +233,29 @@ def memory_keep_from(variables: Mapping[str, str]) -> float:
     return seconds
 
 
+_LEAST_WRITE_RATE = 2**20
+
+
+def agent_write_rate_from(variables: Mapping[str, str]) -> float | None:
+    """How many bytes a second a node's agent writes at most, as ``RAY_DCP_AGENT_WRITE_RATE`` says; None: all it can.
+
+    1 MiB a second is the least: below that a write would look as if it stood still. Raises ``ConfigError``.
+    """
+    variable = variable_of("agent_write_rate")
+    text = variables.get(variable, "")
+    if not text:
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not rate >= _LEAST_WRITE_RATE:
+        raise ConfigError(
+            variable, f"{text!r} is not a number of bytes a second of {_LEAST_WRITE_RATE} (1 MiB) or more"
+        )
+    return rate
+
+
 # How settings are read and checked.
 
 if TYPE_CHECKING:

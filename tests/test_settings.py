@@ -19,6 +19,7 @@ from ray_dcp.settings import (
     Phase,
     ReplicaCheck,
     RetryPolicy,
+    agent_write_rate_from,
     agents_from,
     memory_keep_from,
     memory_tier_from,
@@ -132,6 +133,14 @@ def rows(settings, of, *, parameter_prefix=None, variable_prefix=""):
         yield f"`{of}({setting.name}=)`", parameter, f"`{variable_of(setting.name, variable_prefix)}`", default
 
 
+def test_a_rate_of_writing_is_bytes_a_second_and_no_crawl():
+    assert agent_write_rate_from({}) is agent_write_rate_from({"RAY_DCP_AGENT_WRITE_RATE": ""}) is None
+    assert agent_write_rate_from({"RAY_DCP_AGENT_WRITE_RATE": "2e8"}) == 200_000_000
+    for text in ("fast", "-1", "0", "1048575", "nan"):
+        with pytest.raises(ConfigError, match=r"RAY_DCP_AGENT_WRITE_RATE.*is not a number of bytes a second"):
+            agent_write_rate_from({"RAY_DCP_AGENT_WRITE_RATE": text})
+
+
 def test_the_documentation_has_each_setting_as_it_is():
     text = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
     table = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines() if "|" in line][
@@ -145,6 +154,7 @@ def test_the_documentation_has_each_setting_as_it_is():
         ("`save(replica_check_nbytes=)`", "", "", documented(ReplicaCheck().max_nbytes)),
         ("", "", "`RAY_DCP_SHARE_READS`", "1"),
         ("", "", "`RAY_DCP_AGENTS`", "1"),
+        ("", "", "`RAY_DCP_AGENT_WRITE_RATE`", ""),
         ("", "", "`RAY_DCP_MEMORY_TIER`", "1"),
         ("", "", "`RAY_DCP_MEMORY_KEEP_S`", documented(DEFAULT_MEMORY_KEEP_S)),
         *rows(PaceSettings, "CheckpointManager"),

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 from ray_dcp.errors import ConfigError, CoordinatorLostError
 from ray_dcp.protocol.deputy import DeputyCall, DeputyLink, HandedOver, SealedPart, Told
-from ray_dcp.settings import DEFAULT_MEMORY_KEEP_S, memory_keep_from, memory_tier_from
+from ray_dcp.settings import DEFAULT_MEMORY_KEEP_S, agent_write_rate_from, memory_keep_from, memory_tier_from
 from ray_dcp.staging.memory_tier import MemoryTier
 from ray_dcp.staging.sealing import OpenEnds, write_sealed
 from ray_dcp.staging.shared_buffer import BufferName, SharedBuffer
+from ray_dcp.staging.write_rate import WriteRate
 from ray_dcp.store.local import without_sync
 from ray_dcp.store.open import open_store
 from ray_dcp.store.store import Store
@@ -112,6 +113,7 @@ class NodeAgent:
         self._lock = threading.Lock()
         self._ranks: dict[int, _RankJobs] = {}
         self._num_open = 0
+        self._rate = WriteRate()
         self.memory = MemoryTier()
         """The files that were written here and are still in memory."""
         self.keeps_for_s = DEFAULT_MEMORY_KEEP_S
@@ -130,6 +132,7 @@ class NodeAgent:
         opened, and what ``open_store`` raises: then nobody has been told, and the part is the rank's own.
         """
         store = store_of(job)
+        agent_write_rate_from(job.variables)  # so that a wrong one is told of before anything is taken
         file = job.part.file
         buffer = SharedBuffer.attach(file.buffer) if file is not None else None
         with self._lock:
@@ -181,9 +184,15 @@ class NodeAgent:
         pulse = SavePulse(
             lambda mark, nbytes: self._link.progress(handed.call_id, handed.rank, mark, nbytes), self._pulse_s
         )
+        rate_per_s = agent_write_rate_from(job.variables)
+
+        def advance(nbytes: int) -> None:
+            pulse.advance(nbytes)
+            self._rate.spend(nbytes, rate_per_s)
+
         pulse.start()
         try:
-            crcs = write_sealed(store, file.key, buffer.memory, file.nbytes, file.open_ends, pulse.advance)
+            crcs = write_sealed(store, file.key, buffer.memory, file.nbytes, file.open_ends, advance)
         except SaveOverError:
             assert pulse.failed is not None
             return pulse.failed

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ray_dcp.protocol.node_agent import DeputyJob, NodeAgent, StagedPart
+from ray_dcp.staging.write_rate import WriteRate
 from tests.protocol.handed_saves import DirectLink, planned
 from tests.protocol.test_coordinator import formed
 from tests.protocol.test_deputies import require_committed
+from tests.protocol.test_loads_from_memory import Node
 
 
 def refuse(what):
@@ -60,3 +62,13 @@ def test_the_job_after_one_that_has_ended_so_is_carried_out(tmp_path):
     assert not agent.told(second.handed_over.call_id, 0).failed
     require_committed(tmp_path / "0", [first])
     require_committed(tmp_path / "1", [second])
+
+
+def test_all_ranks_of_a_node_share_one_rate_of_writing(tmp_path, monkeypatch):
+    spent = []
+    monkeypatch.setattr(WriteRate, "spend", lambda self, nbytes, per_s: spent.append((self, nbytes, per_s)))
+    monkeypatch.setenv("RAY_DCP_AGENT_WRITE_RATE", "50e6")
+    Node().save(str(tmp_path / "c"), 1.0)
+    assert {(rate, per_s) for rate, _, per_s in spent} == {(spent[0][0], 50e6)}
+    files = sum(file.stat().st_size for file in (tmp_path / "c").glob("*.distcp"))
+    assert sum(nbytes for _, nbytes, _ in spent) == files > 0

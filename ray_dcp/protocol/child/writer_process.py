@@ -34,8 +34,10 @@ from ray_dcp.protocol.child.child_messages import (
 )
 from ray_dcp.protocol.deputy import SealedPart
 from ray_dcp.protocol.node_agent import DeputyJob, SaveOverError, store_of
+from ray_dcp.settings import agent_write_rate_from
 from ray_dcp.staging.sealing import write_sealed
 from ray_dcp.staging.shared_buffer import SharedBuffer
+from ray_dcp.staging.write_rate import WriteRate
 from ray_dcp.store.store import Store
 from ray_dcp.trace_points import Point, reached
 
@@ -57,11 +59,14 @@ class _Job:
     """What is sent to the commit; empty while it is not written, or could not be."""
     is_over: bool = False
     """Whether the save has ended: a file that is still being written is of no use then."""
+    rate: WriteRate = field(default_factory=WriteRate)
+    """Of this job alone: jobs are written one after the other."""
 
     def advance(self, nbytes: int) -> None:
         """Called for each piece of the file."""
         if self.is_over:
             raise SaveOverError
+        self.rate.spend(nbytes, agent_write_rate_from(self.job.variables))
 
     def close(self) -> None:
         if self.buffer is not None:
@@ -109,6 +114,7 @@ class ChildWriter:
     def _take(self, asked: TakeJob) -> str:
         """Why the job cannot be taken; empty where it is."""
         try:
+            agent_write_rate_from(asked.job.variables)
             store = store_of(asked.job)
             file = asked.job.part.file
             job = _Job(asked.job, store, SharedBuffer.attach(file.buffer) if file is not None else None)

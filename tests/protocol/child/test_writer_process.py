@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from ray_dcp.protocol.node_agent import DeputyJob, FileJob, StagedPart
 from ray_dcp.protocol.solo import SoloGroup
 from ray_dcp.staging.sealing import OpenEnds
 from ray_dcp.staging.shared_buffer import SharedBuffer
+from ray_dcp.staging.write_rate import WriteRate
 from tests.slack import within
 
 ROWS = 3_000_000
@@ -256,6 +258,19 @@ def test_the_child_says_what_it_has_taken_and_written(tmp_path, buffer):
     writer.hear(JobOver(1))
     writer.finish()  # nothing is left, so nothing is committed
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["shard"]
+
+
+def test_the_child_writes_no_faster_than_it_is_told(tmp_path, buffer, monkeypatch):
+    spent, told = [], []
+    monkeypatch.setattr(WriteRate, "spend", lambda self, nbytes, per_s: spent.append((nbytes, per_s)))
+    writer = ChildWriter(told.append)
+    slow = replace(job_of(tmp_path / "c", buffer), variables={"RAY_DCP_AGENT_WRITE_RATE": "2e6"})
+    writer.hear(TakeJob(1, slow))
+    until(lambda: len(told) == 2, told)
+    assert sum(nbytes for nbytes, _ in spent) == buffer.nbytes
+    assert {per_s for _, per_s in spent} == {2e6}
+    writer.hear(TakeJob(2, replace(slow, variables={"RAY_DCP_AGENT_WRITE_RATE": "fast"})))
+    assert "RAY_DCP_AGENT_WRITE_RATE" in told[2].why_not
 
 
 def test_the_child_refuses_what_it_cannot_open(tmp_path, buffer):
