@@ -4,6 +4,7 @@
 Trains a small model with FSDP2 on two workers of an elastic TorchTrainer, on a Ray cluster of three nodes that it
 starts on this machine, and kills a rank's process, or a whole node, with SIGKILL. Processes write down what they do;
 from that come the time until all survivors have the error, the time until the next optimizer step, and its parts.
+With --fetch it measures one part alone: a load after the SIGKILL of one rank, from memory and from storage.
 
 Exit codes: 0 when all runs were measured, whatever they show; 1 when training did not go on in one of them; 2 for wrong
 arguments. Figures taken on a machine that was busy otherwise are marked as not valid.
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     console = Console(file=sys.stdout)
     try:
-        report, failed = _measure_all(options, console)
+        report, failed = (_measure_fetch if options.fetch else _measure_all)(options, console)
     except KeyboardInterrupt:
         console.print("interrupted; everything is cleaned up")
         return 128 + signal.SIGINT
@@ -71,10 +72,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--timeout", type=float, default=240.0, metavar="SECONDS", help="after which a run has failed (default: 240)"
     )
     parser.add_argument("--folder", help="where the checkpoints go for a while (default: the temporary folder)")
+    parser.add_argument("--fetch", action="store_true", help="measure only a load, from memory and from storage")
+    parser.add_argument("--store", metavar="URL", help="where the checkpoint of --fetch goes, in place of a folder")
+    parser.add_argument(
+        "--nbytes", type=int, default=1 << 30, help="size of the checkpoint of --fetch, in bytes (default: 1 GiB)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the same data here, with every single run")
     options = parser.parse_args(arguments)
     if options.runs < 1:
         parser.error("--runs must be at least 1")
+    if options.nbytes < 1:
+        parser.error("--nbytes must be at least 1")
+    if options.store is not None and not options.fetch:
+        parser.error("--store is for --fetch")
     if options.settle < 0 or options.timeout <= 0:
         parser.error("--settle and --timeout are seconds")
     if options.folder is not None and not os.path.isdir(options.folder):
@@ -120,6 +130,38 @@ def _measure_all(options: argparse.Namespace, console: Any) -> tuple[dict[str, A
             victim: {side: [dataclasses.asdict(recovery) for recovery in runs] for side, runs in of_victim.items()}
             for victim, of_victim in found.items()
         },
+    }
+    return report, failed
+
+
+def _measure_fetch(options: argparse.Namespace, console: Any) -> tuple[dict[str, Any], list[str]]:
+    import ray
+    from recovery_parts import cluster, fetch, tables
+    from side_by_side import machine
+    from side_by_side.tables import banner
+
+    company, failed, fetches = machine.Company(own_load=_OWN_LOAD), [], []
+    console.print(banner(company.objections_at_start()))
+    with temporary_folder(options.folder, "ray-dcp-fetch-") as folder, cluster.cluster_folder() as ray_folder:
+        where = machine.this_machine(folder)
+        place = f"{options.store.rstrip('/')}/fetch" if options.store else os.path.join(folder, "fetch")
+        os.environ["RAY_TMPDIR"] = ray_folder
+        ray.init(address="local", num_cpus=fetch.NUM_RANKS, include_dashboard=False, log_to_driver=False)
+        try:
+            fetches = fetch.measure_fetches(place, options.nbytes, options.runs)
+        except RuntimeError as error:
+            failed.append(str(error))
+        finally:
+            ray.shutdown()
+    objections = company.objections()
+    console.print(tables.fetch_lines(fetches, options.nbytes, in_bucket=bool(options.store)), highlight=False)
+    console.print(tables.failures(failed), banner(objections), sep="\n", highlight=False)
+    report = {
+        "valid": not objections and not failed,
+        "objections": objections,
+        "failed": failed,
+        "machine": dataclasses.asdict(where),
+        "fetches": [dataclasses.asdict(one) for one in fetches],
     }
     return report, failed
 

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from recovery_parts.fetched import MEMORY, SOURCES, Fetch, median_of
 from recovery_parts.timeline import PARTS, Summary
 
 TARGETS: Mapping[str, float] = {"rank": 0.8, "node": 0.2}
 """How long a recovery with ray_dcp may take at most, as a share of the same with torch's DCP."""
+FETCH_TARGETS: Mapping[bool, float] = {False: 1.5, True: 5.0}
+"""How many times as fast a load from memory is to be at least as one from a disk (False) or a bucket (True)."""
 _NOTES = """\
 Both sides: the same cluster (a head without CPUs, two nodes with one each), new for each run; model, loop and disk; \
 Ray's default health checks, intervals and timeouts. Interleaved A, B, B, A.
@@ -64,6 +67,23 @@ def verdict(victim: str, own: Summary, other: Summary) -> str:
         f"[bold]{victim} killed[/]: ray_dcp takes [bold]{ratio:.2f}[/] times as long as torch under Ray's defaults "
         f"(by minima {own.min_s / other.min_s:.2f}); target: at most {target:g}: {met}"
     )
+
+
+def fetch_lines(fetches: Sequence[Fetch], nbytes: int, *, in_bucket: bool) -> str:
+    """A line for each source, and whether the target was met; by medians."""
+    lines = [f"[bold]fetch after SIGKILL of one rank[/], {nbytes / 2**20:g} MiB on two ranks, medians"]
+    memory = median_of(fetches, MEMORY)
+    for source in SOURCES:
+        seconds = median_of(fetches, source)
+        if seconds is None or memory is None:
+            continue
+        line = f"from {source}: {_show_s(seconds)}"
+        if source != MEMORY:
+            ratio, target = seconds / memory, FETCH_TARGETS[in_bucket]
+            met = "[green]met[/]" if ratio >= target else "[red]not met[/]"
+            line += f"; memory is [bold]{ratio:.2f}[/] times as fast, target: {target:g}: {met}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def failures(failed: Sequence[str]) -> str:

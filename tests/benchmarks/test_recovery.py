@@ -201,9 +201,27 @@ def test_the_verdict_is_by_medians_against_the_target(part):
     assert summary(1, 2, 3).share_of("load") == 1
 
 
-def test_wrong_options_are_refused_before_anything_starts():
+def test_memory_is_held_against_each_storage_by_medians(part):
+    fetched, tables = part("fetched"), part("tables")
+    seconds = {fetched.MEMORY: (0.1, 0.2, 9.0), fetched.STORAGE: (0.3, 0.2, 0.1), fetched.COLD: (0.3, 0.4, 5.0)}
+    fetches = [fetched.Fetch(source, one) for source, of_source in seconds.items() for one in of_source]
+    lines = tables.fetch_lines(fetches, 2**30, in_bucket=False).splitlines()
+    assert lines[0].endswith("1024 MiB on two ranks, medians")
+    assert lines[1] == "from memory: 0.20 s"
+    assert lines[2].endswith("memory is [bold]1.00[/] times as fast, target: 1.5: [red]not met[/]")
+    assert lines[3].endswith("memory is [bold]2.00[/] times as fast, target: 1.5: [green]met[/]")
+    bucket = tables.fetch_lines(fetches[:6], 2**30, in_bucket=True).splitlines()
+    assert bucket[2].endswith("target: 5: [red]not met[/]")
+    assert len(bucket) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--runs", "0"], "--runs must be at least 1"), (["--store", "s3://b/x"], "--store is for --fetch")],
+)
+def test_wrong_options_are_refused_before_anything_starts(options, message):
     ended = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "recovery.py"), "--runs", "0"], capture_output=True, text=True, timeout=60
+        [sys.executable, str(BENCHMARKS / "recovery.py"), *options], capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 2
-    assert "--runs must be at least 1" in ended.stderr
+    assert message in ended.stderr
