@@ -26,11 +26,13 @@ from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
 from ray_dcp.planning.save_plan.state_planner import StatePlanner
 from ray_dcp.planning.values.containers import Containers
 from ray_dcp.planning.values.ties import ties_of
+from ray_dcp.protocol.call import phase
 from ray_dcp.protocol.deputy import SealedPart
 from ray_dcp.protocol.engines.locations import OwnLocation
 from ray_dcp.protocol.engines.plugin_save import PluginSave
 from ray_dcp.protocol.messages import FinalTable, Results, ResultsWithReplicas, SavePart, encode
 from ray_dcp.protocol.node_agent import FileJob, StagedPart
+from ray_dcp.settings import Phase
 from ray_dcp.staging.buffer_errors import StagingMemoryError
 from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.staging.shared_buffer import SharedBuffer
@@ -98,6 +100,9 @@ class OwnSave(PluginSave):
 
     _by_columns = False
     _staged: _Staged | None = None
+    _written: Results | ResultsWithReplicas | SealedPart = None
+    """What was written in place of being staged."""
+    _is_written = False
 
     def _plan_to_send(self, local: SavePlan) -> PlanTable:
         return PlanTable.of(local, ties=ties_of(self._planner))
@@ -109,7 +114,11 @@ class OwnSave(PluginSave):
         return answer.plan(self._local)
 
     def stage(self, buffers: BufferPool) -> None:
-        """Lay this rank's file out in shared memory; where there is no room for that, copy what is to be written."""
+        """Lay this rank's file out in shared memory.
+
+        Where there is no room for that it is written, at once and by this thread: a copy in memory of the process would
+        find no more room, and the kernel would kill somebody.
+        """
         if not self._by_columns:
             super().stage(buffers)
             return
@@ -121,8 +130,10 @@ class OwnSave(PluginSave):
         try:
             buffer = buffers.take(file.nbytes, look=self._call.progress.advance)
         except StagingMemoryError as error:
-            logger.warning("%s; this save is staged in memory of the process, and its death would lose it", error)
-            super().stage(buffers)
+            logger.warning("%s; this rank writes its part before async_save returns", error)
+            with phase(self._call, Phase.WRITE):
+                self._written = super().write()
+            self._is_written = True
             return
         try:
             self._staged = _Staged(file.copy_to(buffer.memory), buffer, buffers)
@@ -131,6 +142,8 @@ class OwnSave(PluginSave):
             raise
 
     def staged_part(self) -> StagedPart | None:
+        if self._is_written:
+            return StagedPart(encode(self._written), None)
         if self._staged is None:
             return None
         if self._staged.buffer is None or self._staged.file is None:
@@ -143,6 +156,8 @@ class OwnSave(PluginSave):
         return StagedPart(encode(self._with_shown(file.columns)), job)
 
     def write(self, *, again: bool = False) -> Results | ResultsWithReplicas | SealedPart:
+        if self._is_written:
+            return self._written
         if self._staged is None:
             return super().write()
         if self._staged.buffer is None or self._staged.file is None:
