@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.spawn import get_executable
 
 from ray_dcp.protocol.child.child_messages import (
     FromChild,
@@ -88,7 +89,7 @@ class WriterProcess:
         self._child: _Child | None = None
         self._pid = os.getpid()
         self._numbers = itertools.count()
-        self._warned = False
+        self._warned = self._cannot_start = False
 
     def take(self, job: DeputyJob, *, wait: bool) -> Writing | None:
         """Give ``job`` to the child: from then on it needs this process no more.
@@ -96,8 +97,10 @@ class WriterProcess:
         None where there is no child: not yet, unless this is to ``wait`` for it, or it cannot take this job.
         """
         child = self._started()
-        if child is None or not child.is_up(_STARTS_IN_S if wait and not self._warned else 0):
-            if child is not None and wait:
+        if child is None:
+            return None
+        if not child.is_up(_STARTS_IN_S if wait and not self._warned else 0):
+            if wait and not child.is_lost:
                 self._say_once(f"has not started within {_STARTS_IN_S:g} s")
             return None
         number = next(self._numbers)
@@ -116,11 +119,16 @@ class WriterProcess:
         if self._pid != os.getpid():
             self._begin()  # this is a fork: another thread may have had the lock
         with self._lock:
+            if self._child is not None and self._child.is_lost and not self._child.was_up:
+                self._cannot_start = True  # nor could the next one, which would say the same on stderr
+                self._say_once("has ended as soon as it was started")
+            if self._cannot_start:
+                return None
             if self._child is None or self._child.is_lost:
                 try:
                     self._child = _Child()
                 except OSError as error:
-                    self._child = None
+                    self._child, self._cannot_start = None, True
                     self._say_once(f"cannot be started: {error}")
             return self._child
 
@@ -135,19 +143,22 @@ class _Child:
     """One child, from its start to its end. Raises ``OSError`` where it cannot be started."""
 
     def __init__(self) -> None:
-        if not sys.executable:
-            raise OSError("nobody knows by which program Python was started")
+        python = get_executable()  # what the program has set, if it has, for processes of multiprocessing
+        if not python or getattr(sys, "frozen", False):
+            raise OSError("nobody knows which program is Python's interpreter here")
+        if not hasattr(os, "pidfd_open"):
+            raise OSError("this system has no descriptors of processes, as Linux has")
         ours, its = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_TAKES_IN_S), 0))
         with its:
             started = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, json.dumps(sys.path), str(its.fileno()), str(os.getpid())],
+                [python, "-c", _MAIN, json.dumps(sys.path), str(its.fileno()), str(os.getpid())],
                 pass_fds=[its.fileno()], start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
         self._connection = Connection(ours.detach())
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        self._up = self.is_lost = False
+        self.was_up = self.is_lost = False
         self._alive: int | None = None
         """A descriptor of the process."""
         self._taken: dict[int, Taken] = {}
@@ -157,8 +168,8 @@ class _Child:
 
     def is_up(self, timeout_s: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._up or self.is_lost, timeout_s)
-            return self._up and not self.is_lost
+            self._changed.wait_for(lambda: self.was_up or self.is_lost, timeout_s)
+            return self.was_up and not self.is_lost
 
     @property
     def is_dead(self) -> bool:
@@ -228,7 +239,7 @@ class _Child:
             if isinstance(message, Hello):
                 self._alive = os.pidfd_open(message.pid)
                 weakref.finalize(self, os.close, self._alive)
-                self._up = True
+                self.was_up = True
             elif isinstance(message, Taken):
                 self._taken[message.number] = message
             elif not isinstance(message, KnockHeard):

@@ -210,13 +210,37 @@ def test_agents_turned_off_are_no_child_either(alone, tmp_path, monkeypatch):
     assert alone.writer_process._child is None
 
 
-def test_where_python_cannot_be_started_again_a_thread_writes(alone, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(sys, "executable", None)
+@pytest.mark.parametrize(
+    ("python", "why"),
+    [
+        (None, "cannot be started: nobody knows which program is Python's interpreter here"),
+        ("/bin/not-there", "cannot be started: "),
+        ("/bin/false", "has ended as soon as it was started"),
+    ],
+)
+def test_where_python_cannot_be_started_again_a_thread_writes(python, why, alone, tmp_path, monkeypatch, caplog):
+    started = []
+
+    def start(command, **options):
+        started.append(command[0])
+        return popen(command, **options)
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(process_link, "get_executable", lambda: python)
     for value in (1, 2):
         dcp.async_save(state_of(value), checkpoint_id=tmp_path / "c", no_dist=True).result(within(60))
     require_saved(tmp_path / "c", 2)
     (told,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "cannot be started: nobody knows by which program" in told.getMessage()
+    assert why in told.getMessage()
+    assert started == ([python] if python else []), "it is tried once"
+
+
+def test_a_program_that_is_frozen_is_not_started_once_more(alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c", no_dist=True).result(within(60))
+    require_saved(tmp_path / "c", 1)
 
 
 def test_an_empty_state_needs_no_file(alone, tmp_path):
