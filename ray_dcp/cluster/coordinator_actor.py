@@ -23,6 +23,7 @@ import tenacity
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dcp.cluster.agent.agent_actor import tell_agents_of_end
 from ray_dcp.cluster.coordinator_door import CoordinatorDoor
 from ray_dcp.cluster.group_record import GroupRecord, end_record, read_record, write_record
 from ray_dcp.cluster.link import NAMESPACE, START_PATIENCE_S
@@ -338,15 +339,18 @@ def live_attempts(name: str) -> frozenset[str]:
     return attempts
 
 
-def end_coordinator(name: str, *, generation: int | None = None) -> None:
+def end_coordinator(name: str, *, generation: int | None = None, forms_anew: bool = False) -> None:
     """Stop the coordinator of group ``name`` now, if there is one: whoever calls this knows that its ranks are done.
 
-    With ``generation``, only if no newer one has formed meanwhile.
+    With ``generation``, only if no newer one has formed meanwhile. Where nobody expects that it ``forms_anew``, its
+    node agents keep nothing in memory for that.
     """
     try:
         coordinator = ray.get_actor(f"coordinator/{name}", namespace=NAMESPACE)
         if generation is None or ray.get(coordinator.generation.remote(), timeout=10) == generation:
             end_record(name)
             ray.kill(coordinator)
+            if not forms_anew:
+                tell_agents_of_end(name)
     except (ValueError, RayActorError, GetTimeoutError):
         return  # it has ended already, or ends by itself

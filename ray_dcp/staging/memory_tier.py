@@ -65,6 +65,11 @@ class MemoryTier:
         with self._lock:
             self._left.add(rank)
 
+    def all_left(self) -> None:
+        """Note that all ranks have left: their group has ended."""
+        with self._lock:
+            self._left.update(one.rank for one in self._kept)
+
     @property
     def is_for_later(self) -> bool:
         """Whether there is a file of a rank that has not left in order: its group may form anew and ask for it."""

@@ -214,14 +214,14 @@ class CheckpointCallback(_ControllerCallback, _WorkerGroupCallback, _WorkerCallb
 
     @_never_fails_the_run
     def after_controller_finish(self, result: Any) -> None:
-        self._end_run()
+        self._end_run(failed=result.error is not None)
 
     @_never_fails_the_run
     def before_controller_abort(self) -> None:
         self._end_run()
 
-    def _end_run(self) -> None:
-        end_coordinator(self._group)
+    def _end_run(self, *, failed: bool = False) -> None:
+        end_coordinator(self._group, forms_anew=failed)  # whoever starts a run again that has failed does so soon
         if self._spares is not None:
             self._spares.release()
 

@@ -11,6 +11,7 @@ import ray
 import torch
 
 import ray_dcp as dcp
+from ray_dcp.cluster.agent.agent_actor import tell_agents_of_end
 from tests.cluster.test_group import until
 from tests.cluster.test_node_agents import COLUMNS, Group, agents_of, save_and_wait, staging_buffers
 from tests.faults.scene import Rank
@@ -128,6 +129,22 @@ def test_an_agent_that_is_killed_leaves_the_storage(group, tmp_path):
     assert sources(group, tmp_path / "c", 4.0) == [{"storage"}] * 2
     assert group.outcomes(save_and_wait, tmp_path / "d", 4.0) == ["saved"] * 2
     assert sources(group, tmp_path / "d", 4.0) == [{"memory"}] * 2, "of another agent"
+
+
+def _keeps_for_later(agent):
+    return agent._agent.memory.is_for_later
+
+
+def test_whoever_ends_the_group_has_agents_keep_nothing_for_it(group, tmp_path):
+    def keeps():
+        return ray.get(group.agent.__ray_call__.remote(_keeps_for_later), timeout=within(60))
+
+    assert group.outcomes(save_and_wait, tmp_path / "c", 5.0) == ["saved"] * 2
+    assert keeps()
+    tell_agents_of_end(NAME)
+    until(lambda: not keeps(), timeout_s=30)
+    assert sources(group, tmp_path / "c", 5.0) == [{"memory"}] * 2
+    assert keeps(), "it goes on"
 
 
 def leave(rank, world_size):

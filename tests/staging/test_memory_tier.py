@@ -127,7 +127,7 @@ def test_a_group_whose_ranks_have_all_left_asks_for_nothing_later(pool, tier):
     assert not tier.is_for_later
     tier.held("/a")
     assert tier.is_for_later, "ranks are there again"
-    tier.left(0)
-    tier.left(1)
+    tier.all_left()
+    assert not tier.is_for_later
     stage(pool, tier, 1, rank=1)
     assert tier.is_for_later

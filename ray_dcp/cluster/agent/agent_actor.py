@@ -55,6 +55,9 @@ class AgentActor:
     def left(self, rank: int) -> None:
         self._agent.memory.left(rank)
 
+    def group_ended(self) -> None:
+        self._agent.memory.all_left()
+
     def _end_when_unneeded(self, actor: Any) -> None:
         num_missing = 0
         while num_missing < self._num_looks:
@@ -89,6 +92,14 @@ def find_agent(group: str) -> Any:
         return ray.get_actor(agent_name(group, ray.get_runtime_context().get_node_id()), namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def tell_agents_of_end(group: str) -> None:
+    """Have all agents of ``group``, on whatever node, keep nothing in memory for when it forms anew."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(agent_name(group, "")):
+            with suppress(ValueError):  # it has ended meanwhile
+                ray.get_actor(actor["name"], namespace=NAMESPACE).group_ended.remote()
 
 
 def start_agent(group: str, limits: Limits) -> Any:
