@@ -6,13 +6,13 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import api as torch_api
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -29,21 +29,14 @@ from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.engines.locations import named, require_reachable
 from ray_dcp.protocol.exception import CheckpointException, RankFailure
 from ray_dcp.protocol.messages import CHOOSE, FailedLoad, NewestPart
+from ray_dcp.protocol.rank.async_save import save_behind
 from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
 from ray_dcp.protocol.rank.load import LoadRequest
 from ray_dcp.protocol.rank.load import load as load_rank
 from ray_dcp.protocol.rank.plugin_arguments import require_planner, require_storage
 from ray_dcp.protocol.rank.report import LoadReport
-from ray_dcp.protocol.rank.save import (
-    SaveRequest,
-    finish_save,
-    hand_over_save,
-    plan_save,
-    stage_save,
-    write_save,
-)
+from ray_dcp.protocol.rank.save import SaveRequest
 from ray_dcp.protocol.rank.save import save as save_rank
-from ray_dcp.protocol.rank.user_staging import staged_by, when_staged
 from ray_dcp.protocol.solo import SoloGroup
 from ray_dcp.protocol.steps import (
     KnownReader,
@@ -56,7 +49,14 @@ from ray_dcp.protocol.steps import (
     save_steps,
 )
 from ray_dcp.reads.reader import StoreReader
-from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, Phase, ReplicaCheck, replica_check_from, share_reads_from
+from ray_dcp.settings import (
+    DEFAULT_REPLICA_NBYTES,
+    InFlight,
+    Phase,
+    ReplicaCheck,
+    replica_check_from,
+    share_reads_from,
+)
 from ray_dcp.store.location.place import absolute
 from ray_dcp.write.writer import StoreWriter
 
@@ -152,6 +152,8 @@ def async_save(
     use_collectives: bool = True,
     replica_check: str | None = None,
     replica_check_nbytes: int | None = DEFAULT_REPLICA_NBYTES,
+    max_in_flight: int | None = None,
+    when_busy: str | None = None,
 ) -> AsyncSaveResponse:
     """Save in the background what the state dict holds now; every rank calls this.
 
@@ -160,23 +162,36 @@ def async_save(
     starts it and may be without it; ``RAY_DCP_AGENTS=0``, or a planner or writer of yours, leaves the writing to a
     thread here.
 
-    The response is also a future of the checkpoint's ``Metadata``; a save that has begun cannot be cancelled. Saves of
-    a rank are written one at a time, in order; a call waits for the one before, and the interpreter waits at exit. A
-    failure that nobody looked at is raised by the next save or load of that rank as ``EarlierSaveError``, when that has
-    done its own work, or is told on stderr when the process ends.
+    At most ``max_in_flight`` saves (2, or what ``RAY_DCP_MAX_IN_FLIGHT`` says) are staged and not committed, each in
+    memory of its own; they are written and committed in their order, and one that fails does not take the next with it.
+    Of one more ``when_busy`` ("wait", or what ``RAY_DCP_WHEN_BUSY`` says) decides: "wait" waits until another has
+    ended; "skip" saves nothing, on all ranks, and returns a response whose ``skipped`` is true; "error" raises a
+    ``CheckpointException`` on all ranks, whose cause is a ``SavesInFlightError``. All ranks must pass the same.
+
+    The response is also a future of the checkpoint's ``Metadata``; a save that has begun cannot be cancelled. A save or
+    load that is not asynchronous waits for all saves before it, and so does the interpreter at exit. A failure that
+    nobody looked at is raised by the next save or load of that rank as ``EarlierSaveError``, when that has done its own
+    work, or is told on stderr when the process ends.
 
     An ``async_stager``, or a ``storage_writer`` of yours that is one, stages the whole state dict instead. Where its
     ``stage`` returns a future this call does not wait: the state dict may change when ``staging_completion`` is done.
+    A stager, planner or writer of yours has one save at a time: another save with the same object waits.
     ``async_checkpointer_type`` is accepted and has no effect. Other arguments as in ``save``.
     """
     writer = known_writer(storage_writer if storage_writer is not None else StoreWriter())
-    call, saves = _start_call("save", writer.named(checkpoint_id), ranks_of(group, process_group, no_dist))
+    stager = async_stager if async_stager is not None else writer.stager
+    ranks = ranks_of(group, process_group, no_dist)
+    with preparing("save", ranks):
+        limit = InFlight.from_variables(os.environ, max_in_flight=max_in_flight, when_busy=when_busy)
+    own = None if type(planner) is DefaultSavePlanner else planner  # of torch's a copy is at work
+    saves, uses = ranks.background, [one for one in (own, storage_writer, stager) if one is not None]
+    busy = saves.make_room(limit, uses, alone=stager is not None)
+    call, turn = ranks.start_call("save", writer.named(checkpoint_id)), saves.next_turn(uses, alone=stager is not None)
     with saves.noting_earlier():
         with phase(call, Phase.COLLECT):
             check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
             request = _save_request(call, state_dict, checkpoint_id, writer, planner, use_collectives, check)
-        stager = async_stager if async_stager is not None else writer.stager
-        response = _save_behind(request, call, saves, stager)
+        response = save_behind(replace(request, busy=busy), call, saves, turn, stager)
     return saves.tell_earlier("asynchronous save", response)
 
 
@@ -309,26 +324,6 @@ def _locate(call: Call, checkpoint_id: CheckpointId | None, storage: KnownWriter
     location = storage.locate(checkpoint_id, role)
     storage.require_reachable(location, in_one_process=call.in_one_process)
     return location
-
-
-def _save_behind(
-    request: SaveRequest, call: Call, saves: BackgroundSaves, stager: AsyncStager | None
-) -> AsyncSaveResponse:
-    if stager is None:
-        steps = stage_save(plan_save(request, call), call, saves.buffers)
-        try:
-            job = hand_over_save(steps, call)
-            return saves.start(lambda: finish_save(steps, call, job), call)
-        except BaseException:
-            steps.release(to_others=call.deputy_at_work)
-            raise
-    staged = staged_by(stager, request, call)
-    if not isinstance(staged, Future):
-        steps = plan_save(staged, call)
-        return saves.start(lambda: write_save(steps, call), call)
-    # What is saved is known only when it is staged, which may take as long as a step of the training.
-    staging = staged
-    return saves.start(lambda: save_rank(when_staged(staging, request, call), call), call, staging=staging)
 
 
 def _start_call(kind: str, checkpoint_id: str, ranks: RankGroup | SoloGroup) -> tuple[Call, BackgroundSaves]:

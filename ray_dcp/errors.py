@@ -25,7 +25,8 @@
     |-- StagingError                           the shared memory of asynchronous saves
     |   |-- StagingMemoryError                   there is not enough for a buffer
     |   |-- StagingLostError                     the buffer of another process is gone
-    |   `-- StagingBusyError (TimeoutError)      all buffers are in use
+    |   |-- StagingBusyError (TimeoutError)      all buffers are in use
+    |   `-- SavesInFlightError / SaveSkippedError   as many saves go on as there may be; one was left out for that
     |-- GroupError
     |   |-- JoinTimeoutError (TimeoutError)      ranks that never joined
     |   |-- RankConflictError                    two ranks joined with one number

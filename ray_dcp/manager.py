@@ -7,6 +7,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -38,7 +39,7 @@ from ray_dcp.pace.pacer import Due, Forming, Pacer
 from ray_dcp.planning.template.stored_names import Rename
 from ray_dcp.protocol.exception import CheckpointException
 from ray_dcp.protocol.messages import FailedLoad
-from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, PaceSettings, replica_check_from
+from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, InFlight, PaceSettings, replica_check_from
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.write.writer import StoreWriter
 
@@ -53,6 +54,7 @@ class CheckpointManager:
     ``current_group()`` at each call. ``replica_check`` and ``replica_check_nbytes`` are those of ``save``. ``overhead``
     is the share of the time that saves may take where ``due`` says when to save (0.01, or what ``RAY_DCP_OVERHEAD``
     says), ``mtbf_s`` the mean time between failures of the run (by default ``RAY_DCP_MTBF_S``, else what is seen).
+    ``max_in_flight`` and ``when_busy`` are those of ``ray_dcp.async_save``.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class CheckpointManager:
         replica_check_nbytes: int | None = DEFAULT_REPLICA_NBYTES,
         overhead: float | None = None,
         mtbf_s: float | None = None,
+        max_in_flight: int | None = None,
+        when_busy: str | None = None,
     ) -> None:
         found = root if root is not None else experiment_root()
         if found is None:
@@ -79,9 +83,12 @@ class CheckpointManager:
             "replica_check": check.mode,
             "replica_check_nbytes": check.max_nbytes,
         }
+        limit = InFlight.from_variables(os.environ, max_in_flight=max_in_flight, when_busy=when_busy)
+        self._in_flight: dict[str, Any] = {"max_in_flight": limit.max_in_flight, "when_busy": limit.when_busy}
         self._pacer = Pacer(PaceSettings.from_variables(os.environ, overhead=overhead, mtbf_s=mtbf_s))
         self._root_is_known = False
-        self._latest_async: AsyncSaveResponse | None = None
+        self._async_saves: list[AsyncSaveResponse] = []
+        """Those under way, and those that have failed without anybody having looked."""
         self.last_load: LoadReport | None = None
         """What the latest ``load`` did on this rank; None where it found no step, or failed."""
 
@@ -106,15 +113,19 @@ class CheckpointManager:
     ) -> AsyncSaveResponse:
         """Save a step in the background; returns when the state dict may change.
 
-        ``metrics`` are those of ``save``. Raises what ``ray_dcp.async_save`` raises, and ``ConfigError`` as ``save``.
+        ``metrics`` are those of ``save``. Raises what ``ray_dcp.async_save`` raises, and ``ConfigError`` as ``save``. A
+        step that is skipped, with ``when_busy="skip"``, stays due.
         """
-        writer = self._writer(step, metrics)
+        writer, options = self._writer(step, metrics), self._replica_check | self._in_flight
         with self._timed(writer), carrying(self._follow):
-            response = async_save(state_dict, storage_writer=writer, group=self._group, **self._replica_check)
+            response = async_save(state_dict, storage_writer=writer, group=self._group, **options)
         return self._follow(response)
 
     def _follow(self, response: AsyncSaveResponse) -> AsyncSaveResponse:
-        self._latest_async = response
+        if response.skipped:
+            return response
+        told = [one for one in self._async_saves if one.done() and one.untold_failure() is None]
+        self._async_saves = [one for one in self._async_saves if one not in told] + [response]
         drain = self._pacer.drain_begins()
         response.add_done_callback(lambda _: drain.end())
         return response
@@ -210,14 +221,18 @@ class CheckpointManager:
         return join_url(self.root, step_folder(require_step(step)))
 
     def wait(self) -> None:
-        """Wait for the latest asynchronous save. Raises its ``CheckpointException`` if it failed and nobody looked."""
-        if self._latest_async is not None:
-            self._latest_async.tell()
+        """Wait for all asynchronous saves.
+
+        Raises the ``CheckpointException`` of the earliest that failed and at which nobody looked; the next ``wait``
+        that of the next.
+        """
+        futures.wait(self._async_saves)
+        while self._async_saves:
+            self._async_saves.pop(0).tell()
 
     def close(self) -> None:
         """Finish what is under way, as ``wait`` does. The group stays open: it belongs to whoever joined it."""
         self.wait()
-        self._latest_async = None
 
     def _place_of(self, step: int) -> str:
         """The place at which ``list`` shows ``step``; it may have been saved under another spelling of its number."""
@@ -264,7 +279,7 @@ class CheckpointManager:
             interval = writer.interval
             if self._pacer.take(interval, self._forming()) and interval is not None and self._rank == 0:
                 logger.info("%s", interval.why)
-            self._pacer.saved(step, began, succeeded=succeeded)
+            self._pacer.saved(step, began, succeeded=succeeded and interval is not None)
 
     def _forming(self) -> Forming | None:
         """The forming of the group in which this process is, without joining any; None for one process alone."""

@@ -256,6 +256,42 @@ def agent_write_rate_from(variables: Mapping[str, str]) -> float | None:
     return rate
 
 
+WHEN_BUSY = ("wait", "skip", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """How many asynchronous saves may go on at once, and what becomes of one more. All ranks must have the same."""
+
+    max_in_flight: int = 2
+    """At most so many saves are staged and not committed; each needs memory for what its rank writes."""
+    when_busy: str = "wait"
+    """"wait": one more waits until another has ended. "skip": it is left out, on all ranks. "error": it raises."""
+
+    def __post_init__(self) -> None:
+        require_count("max_in_flight", self.max_in_flight)
+        _require_when_busy("when_busy", self.when_busy)
+
+    @classmethod
+    def from_variables(
+        cls, variables: Mapping[str, str], *, max_in_flight: int | None = None, when_busy: str | None = None
+    ) -> InFlight:
+        """These settings; where one is None, what ``RAY_DCP_MAX_IN_FLIGHT`` or ``RAY_DCP_WHEN_BUSY`` says, or defaults.
+
+        Raises ``ConfigError``.
+        """
+        said = read_settings(cls, {}, variables)
+        if when_busy is None and "when_busy" in said:
+            _require_when_busy(variable_of("when_busy"), said["when_busy"])
+        given = {"max_in_flight": max_in_flight, "when_busy": when_busy}
+        return cls(**{**said, **{name: value for name, value in given.items() if value is not None}})
+
+
+def _require_when_busy(setting: str, value: object) -> None:
+    if value not in WHEN_BUSY:
+        raise ConfigError(setting, f"{value!r} is none of {', '.join(map(repr, WHEN_BUSY))}")
+
+
 # How settings are read and checked.
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,9 +31,12 @@ from tests.slack import within
 class _ThreadLink:
     """A thread's way to a coordinator in the same process, which another one may take the place of."""
 
-    def __init__(self, ranks: ThreadRanks, call_id: CallId, rank: int) -> None:
+    def __init__(
+        self, ranks: ThreadRanks, call_id: CallId, rank: int, in_flight: Callable[[], tuple[int, ...]]
+    ) -> None:
         self._ranks = ranks
-        self._call_id = call_id
+        self._in_flight = in_flight
+        self._call_id = replace(call_id, behind=in_flight())
         self._rank = rank
 
     def send(self, phase: str, message: bytes) -> bytes:
@@ -48,6 +52,7 @@ class _ThreadLink:
 
     def reconnect(self) -> None:
         """The coordinator of the moment is always in reach."""
+        self._call_id = replace(self._call_id, behind=self._in_flight())
 
 
 class ThreadRanks:
@@ -71,22 +76,38 @@ class ThreadRanks:
         ]
         self.generation = joins[0].result(timeout=0)
         self._num_calls = [0] * world_size
+        self.calls: list[RemoteCall] = []
+        """All that there ever were."""
         self.waiting: set[int] = set()
         """The ranks that have sent a part and wait for its answer."""
 
-    def call(self, rank: int, kind: str, checkpoint_id: str = "") -> RemoteCall:
+    def call(
+        self,
+        rank: int,
+        kind: str,
+        checkpoint_id: str = "",
+        *,
+        background: BackgroundSaves | None = None,
+        deputies: Deputies | None = None,
+    ) -> RemoteCall:
+        """A rank's end of its next call, behind what goes on in ``background``."""
         call_id = CallId.named(self.generation, self._num_calls[rank], kind, checkpoint_id)
         self._num_calls[rank] += 1
 
-        return RemoteCall(
+        def in_flight() -> tuple[int, ...]:
+            return () if background is None else background.numbers_in_flight(call_id.number)
+
+        call = RemoteCall(
             rank=rank,
             world_size=self.world_size,
             kind=kind,
             checkpoint_id=checkpoint_id,
-            link=_ThreadLink(self, call_id, rank),
+            link=_ThreadLink(self, call_id, rank, in_flight),
             call_id=call_id,
-            deputies=self._deputies,
+            deputies=deputies or self._deputies,
         )
+        self.calls.append(call)
+        return call
 
     def run(self, on_rank: Callable[[int], Any]) -> list[Any]:
         """What ``on_rank`` returns or raises on every rank, all at once, in rank order."""
@@ -154,14 +175,15 @@ def save_request(
 class ThreadGroup:
     """What ``save``, ``async_save`` and ``load`` ask of a ``RankGroup``, for one of ``ThreadRanks``."""
 
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
+    def __init__(self, ranks: ThreadRanks, rank: int, deputies: Deputies | None = None) -> None:
         self.rank, self.world_size = rank, ranks.world_size
         self.name, self.generation = "threads", ranks.generation
         self.background = BackgroundSaves()
         self._ranks = ranks
+        self._deputies = deputies
 
     def start_call(self, kind: str, checkpoint_id: str = "") -> RemoteCall:
-        return self._ranks.call(self.rank, kind, checkpoint_id)
+        return self._ranks.call(self.rank, kind, checkpoint_id, background=self.background, deputies=self._deputies)
 
 
 def require_no_errors(outcomes: list[Any]) -> list[Any]:

@@ -8,6 +8,8 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 
 import ray
@@ -116,7 +118,7 @@ class RankGroup:
             world_size=self.world_size,
             kind=kind,
             checkpoint_id=checkpoint_id,
-            link=CallLink(self._link, call_id, self.rank),
+            link=CallLink(self._link, call_id, self.rank, lambda: self.background.numbers_in_flight(call_id.number)),
             call_id=call_id,
             deputies=self._agent,
         )
@@ -184,9 +186,13 @@ class RankGroup:
 class CallLink:
     """The ``Link`` of one call."""
 
-    def __init__(self, link: CoordinatorLink, call_id: CallId, rank: int) -> None:
+    def __init__(
+        self, link: CoordinatorLink, call_id: CallId, rank: int, in_flight: Callable[[], tuple[int, ...]]
+    ) -> None:
+        """``in_flight``: the numbers of this rank's earlier saves that go on, as it begins, or begins again."""
         self._link = link
-        self._call_id = call_id
+        self._in_flight = in_flight
+        self._call_id = replace(call_id, behind=in_flight())
         self._rank = rank
         self._again = False
 
@@ -201,6 +207,7 @@ class CallLink:
     def reconnect(self) -> None:
         self._again = True
         self._link.reconnect()
+        self._call_id = replace(self._call_id, behind=self._in_flight())
 
 
 @functools.cache  # once in a process is enough

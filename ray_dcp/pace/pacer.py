@@ -97,7 +97,9 @@ class Pacer:
         self._stalls: deque[float] = deque(maxlen=_RECENT)
         self._drains: deque[float] = deque(maxlen=_RECENT)
         self._slow_downs: deque[float] = deque(maxlen=_RECENT)
-        self._drain: Drain | None = None
+        self._open_drains: list[Drain] = []
+        self._slow_down_s = 0.0
+        """What steps took longer since the last drain had ended."""
         self._began: float | None = None
         self._observed_before_s = 0.0
 
@@ -108,8 +110,7 @@ class Pacer:
         if self._began is None:
             self._began = now
         self._notice(forming)
-        drain = self._drain
-        self._steps.reached(step, now, drains=drain is not None and drain.goes_on)
+        self._steps.reached(step, now, drains=any(drain.goes_on for drain in self._open_drains))
         if self._from_step is None or step < self._from_step:
             self._from_step = step
         next_step = self._from_step + (FIRST_AFTER_STEPS if self.interval is None else self.interval.steps)
@@ -121,16 +122,22 @@ class Pacer:
         if self._began is None:
             self._began = self._clock()
         window = self._steps.end_window()
-        if self._drain is not None:
-            self._drains.append(self._drain.seconds)
-            self._slow_downs.append(window.slow_down_s)  # of steps that end in it, so it is never longer
-            self._drain = None
+        going_on = [drain for drain in self._open_drains if drain.goes_on]
+        over = [drain for drain in self._open_drains if not drain.goes_on]
+        self._open_drains = going_on
+        self._slow_down_s += window.slow_down_s  # of steps that end in drains, so it is never longer
+        self._drains.extend(drain.seconds for drain in over)
+        if over:
+            self._slow_downs.extend([self._slow_down_s / len(over)] * len(over))
+            self._slow_down_s = 0.0
+        drains = [*self._drains, *(drain.seconds for drain in going_on)]
+        slow_downs = [*self._slow_downs, *([self._slow_down_s] if going_on else [])]
         if self._stalls:
             self._tier = dataclasses.replace(
                 self._tier,
                 stall_s=statistics.median(self._stalls),
-                slow_down_s=statistics.median(self._slow_downs) if self._slow_downs else 0.0,
-                drain_s=statistics.median(self._drains) if self._drains else 0.0,
+                slow_down_s=statistics.median(slow_downs) if slow_downs else 0.0,
+                drain_s=statistics.median(drains) if drains else 0.0,
             )
         return Figures(
             step=step,
@@ -166,8 +173,8 @@ class Pacer:
 
     def drain_begins(self) -> Drain:
         """The drain of the save that has just returned."""
-        self._drain = Drain(self._clock)
-        return self._drain
+        self._open_drains.append(Drain(self._clock))
+        return self._open_drains[-1]
 
     def loaded(self, step: int, kept: Mapping[str, Any] | None, forming: Forming | None) -> None:
         """Go on from a checkpoint of ``step``, with which ``kept`` was stored; all ranks have the same.
@@ -203,7 +210,8 @@ class Pacer:
         self._forming = forming
         if before is None:
             return False  # the group was joined at the first save
-        self.interval = self._from_step = self._drain = None
+        self.interval = self._from_step = None
+        self._open_drains, self._slow_down_s = [], 0.0
         self._steps.forget()
         self._interrupted(max(1, forming[1] - before[1]) if forming[0] == before[0] else 1)
         return True

@@ -17,6 +17,7 @@ from ray_dcp.progress import Progress, working
 from ray_dcp.protocol.exception import CheckpointException, RankFailure
 from ray_dcp.protocol.messages import AnswerT, Asked, Carries, Exchange, Message, PartT
 from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
+from ray_dcp.protocol.turns import Turn
 from ray_dcp.settings import Phase
 from ray_dcp.staging.memory_tier import HeldFile
 
@@ -28,6 +29,8 @@ class Call(Protocol):
     world_size: int
     kind: str
     checkpoint_id: str
+    number: int
+    """How many calls this rank had made before."""
     in_one_process: ClassVar[bool]
     """Whether ranks and coordinator are one process: then a place may be one that no other process sees."""
     failed: bool
@@ -55,15 +58,25 @@ class Call(Protocol):
         """
         ...
 
-    def await_deputy(self, exchange: Exchange[PartT, AnswerT], job: DeputyJob) -> AnswerT | None:
+    def await_deputy(
+        self, exchange: Exchange[PartT, AnswerT], job: DeputyJob, turn: Turn | None = None
+    ) -> AnswerT | None:
         """The answer that the deputy has been told. None where the part is this rank's own again.
 
-        Raises ``CheckpointException`` when the call has failed.
+        ``turn`` is waited for before a commit that no coordinator keeps in order. Raises ``CheckpointException`` when
+        the call has failed.
         """
         ...
 
     def held_nearby(self, place: str) -> Sequence[HeldFile]:
         """The files of the checkpoint at ``place`` that are in memory of this node, as far as anybody says; at once."""
+        ...
+
+    def deputy_is_done(self, job: DeputyJob) -> bool:
+        """Whether the deputy has said how ``job`` has ended, so that it touches nothing of it any more.
+
+        This waits for its word for a while, since the deputy may hear later than this rank that the call has failed.
+        """
         ...
 
     def carry(self, *user_objects: Any) -> Carries | None:

@@ -13,7 +13,7 @@ import os
 import pickle
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import cloudpickle
@@ -51,6 +51,8 @@ class CallId:
     kind: str
     checkpoint_id: str = ""
     """The place, as all ranks name it; empty where there is no place, or where the ranks may name it differently."""
+    behind: tuple[int, ...] = field(default=(), compare=False)
+    """The numbers of this rank's saves that go on behind the call while it sends its plan."""
 
     @classmethod
     def named(cls, generation: int, number: int, kind: str, checkpoint_id: str) -> CallId:
@@ -140,6 +142,23 @@ class PlanLoadHere(Asked):
 
 
 @dataclass(frozen=True, slots=True)
+class Busy:
+    """What a rank says which has as many saves in flight as there may be, and does not want to wait."""
+
+    max_in_flight: int
+    raises: bool
+    """Whether the save is to fail; else it is to be skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSkipped:
+    """The answer to a plan where ranks were busy: nothing is saved, on no rank, and the call is over."""
+
+    max_in_flight: int
+    busy_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SavePart:
     """What a rank sends to plan a save. ``carried``, of rank 0 alone: its planner and writer, None where they stay."""
 
@@ -155,6 +174,8 @@ class SavePart:
     """The containers of this rank's state dict."""
     figures: Figures | None = None
     """What this rank has measured of steps and saves, where the step is a ``CheckpointManager``'s."""
+    busy: Busy | None = None
+    """What keeps this rank from another save, if anything does."""
 
     def dcp_plan(self) -> SavePlan:
         """The plan as any planner takes it."""
@@ -290,6 +311,7 @@ Message = (
     | FinalTable
     | ShowReplicas
     | Paced
+    | SaveSkipped
     | Results
     | ResultsWithReplicas
     | SealedPart
@@ -326,7 +348,7 @@ class Exchange(Generic[PartT, AnswerT]):
         return cast(AnswerT, message)
 
 
-PLAN_SAVE = Exchange[SavePart, FinalTable | SavePlan | ShowReplicas | Paced](Phase.PLAN)
+PLAN_SAVE = Exchange[SavePart, FinalTable | SavePlan | ShowReplicas | Paced | SaveSkipped](Phase.PLAN)
 PLAN_SAVE_HERE = Exchange[GlobalSavePlan | None, SavePlan | ShowReplicas | Paced](Phase.GLOBAL_PLAN)
 WRITE = Exchange[Results | ResultsWithReplicas | SealedPart, Metadata | CommittedWithReplicas](Phase.WRITE)
 COMMIT = Exchange[Metadata | None, Metadata | CommittedWithReplicas](Phase.COMMIT)

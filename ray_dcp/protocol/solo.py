@@ -34,7 +34,8 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
 from ray_dcp.protocol.rank.background import BackgroundSaves
-from ray_dcp.protocol.rank.remote_call import variables_of_stores
+from ray_dcp.protocol.rank.remote_call import says_in_time, variables_of_stores
+from ray_dcp.protocol.turns import Turn
 from ray_dcp.settings import Phase, agents_from
 from ray_dcp.store.open import opened_alike_elsewhere
 
@@ -59,6 +60,7 @@ class SoloCall:
     """The only rank of a call. ``on_save_ended`` is told as a ``Coordinator``'s is."""
 
     in_one_process: ClassVar[bool] = True
+    number = 0
 
     def __init__(
         self,
@@ -134,7 +136,9 @@ class SoloCall:
             return None
         return HandedOver(b"", 0, (Exchanged(str(Phase.PLAN), encode(replace(part, carried=carried)), encode(answer)),))
 
-    def await_deputy(self, exchange: Exchange[PartT, AnswerT], job: DeputyJob) -> AnswerT | None:
+    def await_deputy(
+        self, exchange: Exchange[PartT, AnswerT], job: DeputyJob, turn: Turn | None = None
+    ) -> AnswerT | None:
         """The answer to what the child has written: this process commits it. None where it is to write by itself."""
         assert self._writing is not None, "whoever has a job has given it to the child"
         with working(self.progress, exchange.phase):
@@ -147,12 +151,17 @@ class SoloCall:
             self.failed = True
             self._tell_ended(committed=False)
             raise CheckpointException(self.kind, self.checkpoint_id, [failure]) from failure.cause
+        if turn is not None:
+            turn.wait_to_commit()
         sealed = SealedPart(job.part.prepared, ended.crcs) if job.part.file is not None else decode(job.part.prepared)
         return self.exchange(exchange, cast(PartT, sealed))
 
     def held_nearby(self, place: str) -> tuple[()]:
         """Return nothing: there is no agent."""
         return ()
+
+    def deputy_is_done(self, job: DeputyJob) -> bool:
+        return self._writing is not None and says_in_time(self._writing.ended)
 
     def carry(self, *user_objects: Any) -> CarriedInPlace:
         return CarriedInPlace(user_objects)

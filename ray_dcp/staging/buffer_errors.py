@@ -5,7 +5,10 @@ It stands here since ``errors`` is as long as a module may be.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ray_dcp.errors import RayDcpError
+from ray_dcp.wording import counted, ranks_text
 
 
 class StagingError(RayDcpError):
@@ -47,4 +50,34 @@ class StagingBusyError(StagingError, TimeoutError):
         self.waited_s = waited_s
 
 
-__all__ = ["StagingBusyError", "StagingError", "StagingLostError", "StagingMemoryError"]
+class SavesInFlightError(StagingError):
+    """An asynchronous save was to begin while ``max_in_flight`` others of ``busy_ranks`` were not committed yet.
+
+    Raised on all ranks alike, and only where that was asked for (``when_busy="error"``). Example: a checkpoint takes
+    longer to write than training takes from one save to the next.
+    """
+
+    def __init__(self, *, max_in_flight: int, busy_ranks: Sequence[int]) -> None:
+        super().__init__(
+            f"{counted(max_in_flight, 'asynchronous save')} of {ranks_text(busy_ranks)} not committed yet, which is as "
+            "many as max_in_flight allows. Save less often, or wait for one (response.result(), manager.wait())"
+        )
+        self.max_in_flight = max_in_flight
+        self.busy_ranks = tuple(busy_ranks)
+
+
+class SaveSkippedError(SavesInFlightError):
+    """What the response of a save that was skipped gives in place of a result: nothing was saved, on no rank.
+
+    It is raised by nothing but a look at that response (``when_busy="skip"``).
+    """
+
+
+__all__ = [
+    "SaveSkippedError",
+    "SavesInFlightError",
+    "StagingBusyError",
+    "StagingError",
+    "StagingLostError",
+    "StagingMemoryError",
+]

@@ -49,6 +49,12 @@ class BufferPool:
         self._num_making = 0
         self._closed = False
 
+    def allow(self, num_buffers: int) -> None:
+        """Let there be at least ``num_buffers``; those that are there stay."""
+        with self._changed:
+            self.num_buffers = max(self.num_buffers, num_buffers)
+            self._changed.notify_all()
+
     def take(
         self, nbytes: int, *, timeout_s: float | None = None, look: Callable[[], None] | None = None
     ) -> SharedBuffer:

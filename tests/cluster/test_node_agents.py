@@ -55,6 +55,7 @@ def save_and_wait(rank, world_size, place, value):
 
 def save_and_die(rank, world_size, place, value):
     os.environ["RAY_DCP_MEMORY_KEEP_S"] = "1"
+    save_behind(rank, world_size, f"{place}-first", value - 1)
     save_behind(rank, world_size, place, value)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -197,12 +198,13 @@ def test_a_rank_that_is_killed_with_its_agent_loses_the_save_and_is_named(group,
     require_saved(tmp_path / "after", 2, 3.0)
 
 
-def test_a_save_commits_when_all_its_ranks_are_killed_and_the_agent_ends_a_while_after_the_group(group, tmp_path):
+def test_two_saves_commit_when_all_their_ranks_are_killed_and_the_agent_ends_a_while_after_the_group(group, tmp_path):
     assert group.outcomes(save_and_wait, tmp_path / "before", 1.0) == ["saved"] * 2
     for outcome in group.start(save_and_die, tmp_path / "now", 2.0):
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(outcome, timeout=within(60))
     until((tmp_path / "now" / ".metadata").exists, timeout_s=30)
+    require_saved(tmp_path / "now-first", 2, 1.0)
     require_saved(tmp_path / "now", 2, 2.0)
     until(lambda: agents_of("agents") == 0, timeout_s=60)
 

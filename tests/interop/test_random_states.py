@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from ray_dcp import CheckpointException, LocalShards
 from ray_dcp.errors import StateDictError
-from ray_dcp.protocol.rank.save import plan_save, stage_save, write_save
+from ray_dcp.protocol.rank.async_save import stage_save
+from ray_dcp.protocol.rank.save import plan_save, write_save
 from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.write.writer import StoreWriter
 from tests.conftest import random_states

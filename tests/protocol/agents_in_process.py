@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +18,23 @@ class ThreadAgent:
 
     def __init__(self, coordinators: list[Any], name: str = "agent", before: Any = lambda what: None) -> None:
         self.agent = NodeAgent(DirectLink(coordinators, name, before, patience_s=within(60)), pulse_s=0.01)
-        self.alive = True
+        self.name, self._coordinators = name, coordinators
+        self.is_up = threading.Event()
+        """It takes nothing before."""
+        self.is_up.set()
+        self.is_gone = False
         self.taken: list[tuple[int, int]] = []
-        """The rank, and how many jobs it had here, of each job in the order in which they came."""
+        """The rank and the number of the call of each job, in the order in which they came."""
+
+    def die(self) -> None:
+        """Be gone, as all hear at once; what it is at goes on, unseen."""
+        self.is_gone = True
+        self._coordinators[-1].deputy_lost(self.name, "killed")
 
     def take(self, job: DeputyJob, *, wait: bool) -> Told | None:
-        if not self.alive:
+        if not self.is_up.wait(within(60) if wait else 0) or self.is_gone:
             return None
-        rank = job.handed_over.rank
-        self.taken.append((rank, sum(one == rank for one, _ in self.taken)))
+        self.taken.append((job.handed_over.rank, pickle.loads(job.handed_over.call_id).number))
         return self.agent.take(job)
 
     def told(self, job: DeputyJob, look: Callable[[], object]) -> Told | None:
@@ -34,7 +43,10 @@ class ThreadAgent:
             target=lambda: answer.append(self.agent.told(job.handed_over.call_id, job.handed_over.rank)), daemon=True
         )
         asking.start()
-        while asking.is_alive():
+        while asking.is_alive() and not self.is_gone:
             asking.join(0.01)
             look()
-        return answer[0]
+        return None if self.is_gone else answer[0]
+
+    def held(self, place: str) -> Any:
+        return () if self.is_gone else self.agent.memory.held(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from array import array
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,10 +66,17 @@ class OneCall:
 
 
 def planned(
-    coordinator: Coordinator, place: Any, *, world_size: int = 2, number: int = 0, generation: int = 1, **options: Any
+    coordinator: Coordinator,
+    place: Any,
+    *,
+    world_size: int = 2,
+    number: int = 0,
+    generation: int = 1,
+    behind: tuple[int, ...] = (),
+    **options: Any,
 ) -> list[OneRank]:
-    """A save of all ranks that have the answer to their plan, and have written."""
-    call_id = CallId.named(generation, number, "save", str(place))
+    """A save of all ranks that have the answer to their plan, and have written; others may go on ``behind`` it."""
+    call_id = replace(CallId.named(generation, number, "save", str(place)), behind=behind)
     ranks = [OneRank(rank, call_id, value=10 * number + rank, **options) for rank in range(world_size)]
     answers = [one.plan(coordinator) for one in ranks]
     for one, answer in zip(ranks, answers, strict=True):

@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -43,14 +43,16 @@ from ray_dcp.protocol.coordinator.membership import JoinRequest
 from ray_dcp.protocol.coordinator.open_call import OpenCall
 from ray_dcp.protocol.deputy import DeputyCall, SealedPart, Told
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
-from ray_dcp.protocol.messages import ARRIVE, WRITE, CallId, decode, encode, told_to_deputy
+from ray_dcp.protocol.messages import ARRIVE, WRITE, Busy, CallId, SaveSkipped, decode, encode, told_to_deputy
+from ray_dcp.protocol.rank.async_save import stage_save
 from ray_dcp.protocol.rank.load import LoadRequest, load
 from ray_dcp.protocol.rank.remote_call import RemoteCall
-from ray_dcp.protocol.rank.save import plan_save, stage_save, write_save
+from ray_dcp.protocol.rank.save import SaveRequest, plan_save, write_save
 from ray_dcp.protocol.solo import SoloCall
 from ray_dcp.protocol.steps import SaveSteps, default_load_planner, load_steps
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import Limits, Phase
+from ray_dcp.staging.buffer_errors import SaveSkippedError
 from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.store import parallel
 from ray_dcp.store.open import register_scheme
@@ -79,6 +81,8 @@ EXPECTED_ERRORS = {
 }
 """What a save or load may fail with when ranks and stores fail: all else is a bug."""
 HANDED_OVER = "handed over"
+SKIPPED = "skipped"
+MAX_IN_FLIGHT = 3
 SHAPE = (5, 2)
 _worlds: dict[str, World] = {}
 _names = itertools.count()
@@ -507,7 +511,7 @@ class Op:
     checkpoint: str
     tag: int
     staged: bool | str
-    """Whether it goes on in the background; ``HANDED_OVER`` where an agent writes it."""
+    """Whether it goes on in the background; ``HANDED_OVER``: an agent writes it; ``SKIPPED``: a rank is busy."""
 
 
 @dataclass
@@ -610,31 +614,65 @@ class RankFiber(Fiber):
         return super().failure_here()
 
     def _settle(self) -> None:
-        """A save or load waits for the save before it, unless that is handed over and the only one."""
+        """A save or load waits for the saves before it, unless one is handed over and the only one.
+
+        A save in the background lets some go on.
+        """
 
         def may_go_on() -> bool:
             going_on = [fiber for fiber in self.earlier if not fiber.done]
+            if self.op.kind == "save" and self.op.staged:
+                return len(going_on) < MAX_IN_FLIGHT
             return not going_on or (len(going_on) == 1 and going_on[0].has_handed_over)
 
         with phase(self.call, Phase.COLLECT):
             self.pause("settle", ready=may_go_on)
 
-    def _save(self) -> Metadata:
+    def _save(self) -> Metadata | str:
         self._settle()
         location = self.call.checkpoint_id
         state = state_of(self.op.tag, self.process.rank, self.process.request.world_size)
         request = save_request(state, location, self.call)
+        if self.op.staged == SKIPPED:
+            return self._skip(request)
         planned = plan_save(request, self.call)
         self.attempt = planned.final_plan.storage_data.attempt
         if self.op.staged:
             planned = stage_save(planned, self.call, BufferPool())
             self.in_background = True
-        metadata = self._in_other_hands(planned) if self.op.staged == HANDED_OVER else write_save(planned, self.call)
+        if self.op.staged == HANDED_OVER:
+            metadata = self._in_other_hands(planned)
+        else:
+            metadata = write_save(planned, self.call, turn=self if self.op.staged else None)
         attempts = {parse_shard_file(info.relative_path).attempt for info in metadata.storage_data.values()}
         committed = self.group.world.history.get(f"/{self.op.checkpoint}", [])
         if len(attempts) != 1 or not attempts <= set(committed):
             self.group.world.wrong(f"{self.name} was told that {attempts} is committed, but only {committed} are")
         return metadata
+
+    def wait_to_write(self) -> None:
+        """As a ``Turn``: the earlier saves come first."""
+        self.pause("settle", ready=lambda: all(fiber.done for fiber in self.earlier))
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The numbers of the saves that go on behind this call."""
+        return tuple(one.call_id.number for one in self.earlier if not one.done and one.in_background)
+
+    def _skip(self, request: SaveRequest) -> str:
+        busy = Busy(MAX_IN_FLIGHT, raises=False) if self.process.rank == self._busy_rank else None
+        try:
+            plan_save(replace(request, busy=busy), self.call)
+        except SaveSkippedError as skipped:
+            if skipped.busy_ranks != (self._busy_rank,):
+                self.group.world.wrong(f"{self.name} is skipped for {skipped.busy_ranks}")
+            return SKIPPED
+        self.group.world.wrong(f"{self.name} is not skipped")
+        return ""
+
+    @property
+    def _busy_rank(self) -> int:
+        return self.op.tag % self.process.request.world_size
 
     def _in_other_hands(self, planned: SaveSteps) -> Metadata:
         """As ``write_save``, by an agent, or by this rank in its place where the agent is gone."""
@@ -643,17 +681,19 @@ class RankFiber(Fiber):
             results = planned.write()
             self.laying_out = None
         part = SealedPart(encode(results), b"") if isinstance(results, WrittenColumns) else results
+        self.in_background = True
+        self.pause("settle", ready=lambda: all(fiber.done or fiber.has_handed_over for fiber in self.earlier))
         job = self.group.agent_of(self.process).take(self, files, encode(part))
         try:
             self.pause("hand over", ready=lambda: job.announced or job.done or not job.agent.alive)
             self.has_handed_over = job.announced
-            self.in_background = True
             self.pause("agent", ready=lambda: job.done or not job.agent.alive)
             told = job.deputy.told
             if told is not None and not told.taken_back:
                 committed = self.call.deputys_answer(WRITE, told)
             else:
-                self.pause("settle", ready=lambda: all(fiber.done for fiber in self.earlier))
+                self.has_handed_over = False
+                self.wait_to_write()
                 self.call.take_back()
                 with phase(self.call, Phase.WRITE):
                     write_files(self.call.checkpoint_id, files)
@@ -698,6 +738,7 @@ class Link:
 
     def __init__(self, fiber: RankFiber) -> None:
         self._fiber = fiber
+        self._call_id = replace(fiber.call_id, behind=fiber.in_flight)
 
     def send(self, phase: str, message: bytes) -> bytes:
         fiber, group = self._fiber, self._fiber.group
@@ -708,7 +749,7 @@ class Link:
         fiber.sending = None
         if group.epoch != epoch:
             raise CoordinatorLostError("died", group=group.name)
-        wait = fiber.waiting = group.deliver(fiber.call_id, fiber.process.rank, phase, message)
+        wait = fiber.waiting = group.deliver(self._call_id, fiber.process.rank, phase, message)
         fiber.open_call = wait.call
         fiber.epochs.add(epoch)
         fiber.pause(f"answer {phase}", ready=lambda: wait.lost or wait.future.done())
@@ -724,6 +765,7 @@ class Link:
 
     def reconnect(self) -> None:
         """There always is a coordinator."""
+        self._call_id = replace(self._call_id, behind=self._fiber.in_flight)
 
 
 def write_files(location: str, files: dict[str, bytes]) -> None:
@@ -1130,6 +1172,8 @@ class Group:
         if wait.epoch != self.epoch:
             return
         last = {"save": "write", "load": "restore", "barrier": "arrive"}[wait.call_id.kind]
+        answered = wait.call_id.kind == "save" and wait.phase == "plan" and wait.future.exception(0) is None
+        skipped = answered and isinstance(decode(wait.future.result(0)), SaveSkipped)
         if wait.phase == "read" and wait.future.exception(0) is None and not decode(wait.future.result(0)):
             last = "read"
         error = wait.future.exception(0)
@@ -1140,6 +1184,8 @@ class Group:
                 self.world.told_failed.setdefault(wait.call.attempt, self.epoch)
         elif wait.phase == last:
             ended = "is done"
+        elif skipped:
+            ended = "is skipped"
         else:
             return
         assert wait.call is not None

@@ -89,7 +89,7 @@ def fail_unseen(place):
     """An asynchronous save of ``place`` that fails, at which nobody looks."""
     writer = GatedWriter(place, fails=True)
     writer.gate.set()
-    dcp.async_save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
+    wait([dcp.async_save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)])  # that is no look
 
 
 NEXT_CALLS = {

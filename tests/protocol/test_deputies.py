@@ -210,6 +210,46 @@ def test_a_rank_has_its_time_when_its_deputy_is_gone(tmp_path):
     assert isinstance(waiting.exception(0).__cause__, StalledError)
 
 
+class TestSavesThatRanksWrite:
+    """Several saves in flight of ranks without an agent: each writes the next one when the one before is over."""
+
+    def test_a_later_save_does_not_stand_still_while_an_earlier_one_moves(self, tmp_path):
+        """Not even the rank that is done with the earlier one: that is not committed, and others hold it up."""
+        coordinator, clock = limited(2, stall_timeout_s=5)
+        first = planned(coordinator, tmp_path / "1")
+        second = planned(coordinator, tmp_path / "2", number=1, behind=(0,))
+        done = first[0].write(coordinator)
+        for mark in range(5):
+            assert coordinator.report_progress(first[1].call_id, 1, "write", mark, 0) is None
+            clock.run(coordinator, 4)
+        assert coordinator.report_progress(second[0].call_id, 0, "write", 0, 0) is None
+        first[1].write(coordinator)
+        assert done.exception(0) is None
+        waiting = second[0].write(coordinator)
+        clock.run(coordinator, 4)
+        assert not waiting.done()
+        clock.run(coordinator, 4)
+        assert isinstance(waiting.exception(0).__cause__, StalledError)
+
+    def test_a_rank_has_left_what_it_does_not_name_in_its_plan_and_all_before_what_it_has_written(self, tmp_path):
+        coordinators = [formed(2)]
+        saves = [planned(coordinators[0], tmp_path / "0")]
+        saves.append(planned(coordinators[0], tmp_path / "1", number=1, behind=(0,)))
+        saves.append(planned(coordinators[0], tmp_path / "2", number=2, behind=(0, 1)))
+        coordinators.append(restarted(coordinators[0]))
+        after = coordinators[-1]
+        # Rank 1 was told that the first one is committed; rank 0 was not, and asks for the answer again.
+        saves[2][1].plan(after, again=True)
+        asking = [saves[0][0].plan(after, again=True), saves[1][0].plan(after, again=True)]
+        assert not any(answer.done() for answer in asking)
+        saves[1][1].plan(after, again=True)
+        assert asking[1].done()
+        assert not asking[0].done()
+        saves[1][1].write(after, again=True)
+        assert asking[0].exception(0).failed_ranks == (1,)
+        assert "has left this save" in str(asking[0].exception(0))
+
+
 class TestOrder:
     """Saves of a group are committed in their order."""
 

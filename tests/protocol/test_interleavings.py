@@ -33,6 +33,7 @@ from tests.conftest import interleavings
 from tests.protocol.interleavings import (
     EPOCH_S,
     HANDED_OVER,
+    SKIPPED,
     DeputyFiber,
     Fiber,
     Group,
@@ -79,7 +80,7 @@ accidents = st.sampled_from(["none", "none", "fail", "fail", "die", "coordinator
 which = st.integers(0, 7)
 slips = st.sampled_from(["skip", "twice", "swap"])
 groups = st.sampled_from([0, 0, 0, 1])
-stagings = st.sampled_from([False, True, HANDED_OVER, HANDED_OVER])
+stagings = st.sampled_from([False, True, True, HANDED_OVER, HANDED_OVER, SKIPPED])
 kinds = st.sampled_from(["save", "save", "save", "load", "barrier"])
 pauses = st.sampled_from([1, 1, 2, 3, 5, 8, 13, 21, TO_ITS_END, TO_ITS_END])
 

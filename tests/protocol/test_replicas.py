@@ -260,8 +260,9 @@ def test_what_differed_is_kept_shown_and_told_again_at_load(tmp_path, caplog, ca
 
 
 def test_a_staged_save_tells_of_the_values_at_the_call(tmp_path, caplog):
+    from ray_dcp.protocol.rank.async_save import stage_save
     from ray_dcp.protocol.rank.background import BackgroundSaves
-    from ray_dcp.protocol.rank.save import plan_save, stage_save, write_save
+    from ray_dcp.protocol.rank.save import plan_save, write_save
     from ray_dcp.staging.buffer_pool import BufferPool
 
     ranks = ThreadRanks(2)

@@ -8,7 +8,8 @@ rules and why they bring all ranks in step again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ray_dcp.errors import GroupError, OutOfStepError, without_keys
@@ -61,12 +62,37 @@ class _Entry:
     """Whether nobody can come to it any more: all were in a later call that worked, or it stood for another one."""
     restored: bool = False
     """Whether it failed at an earlier coordinator: which ranks were in it is not known."""
+    ended_as: int = -1
+    """Its place among the calls that have ended here, in the order in which they did."""
 
     def may_be(self, call_id: CallId) -> bool:
         """Whether a rank that makes the call ``call_id`` may mean this one. Its checkpoint id may be empty."""
         mine, other = self.call_id.checkpoint_id, call_id.checkpoint_id
         is_over = self.settled or (self.call.ended and self.call.failure is None)
         return not is_over and self.call_id.kind == call_id.kind and (mine == other or not mine or not other)
+
+
+@dataclass(slots=True)
+class _Way:
+    """How far one rank has come, as what it sends says, and which of its saves before that go on behind it."""
+
+    reached: int = -1
+    """The position of the last call of which it has sent a part."""
+    behind: set[int] = field(default_factory=set)
+
+    def go_on(self, position: int, behind: Collection[int]) -> None:
+        """Note a part of the call at ``position`` that was sent while the saves at ``behind`` went on.
+
+        It may have come late, or once more. What the rank was once seen to have left it has left for good.
+        """
+        self.behind = {one for one in self.behind if one >= position or one in behind}
+        if position > self.reached:
+            self.behind |= {position, *(one for one in behind if one > self.reached)}
+            self.reached = position
+
+    def has_left(self, position: int) -> bool:
+        """Whether the rank has no part in the call at ``position`` any more."""
+        return position < self.reached and position not in self.behind
 
 
 class Calls:
@@ -89,10 +115,11 @@ class Calls:
         self._forgotten: dict[int, int] = {}
         """By rank: its calls below this number have ended and are forgotten."""
         self._shifts: dict[int, int] = {}
-        self._reached: dict[int, int] = {}
-        """The position of the last call to which each rank has sent a part."""
-        self._settled_before: dict[int, int] = {}
-        """``_reached``, leaving out barriers, which may be passed while a save goes on in the background."""
+        self._ways = {rank: _Way() for rank in range(world_size)}
+        """How far each rank is."""
+        self._ways_of_saves = {rank: _Way() for rank in range(world_size)}
+        """The same for who looks at a save, which may go on in the background of barriers and other saves' plans."""
+        self._count = itertools.count()
 
     def __iter__(self) -> Iterator[OpenCall]:
         return iter([entry.call for entry in self._entries])
@@ -134,16 +161,18 @@ class Calls:
         known = self._by_rank.get(rank, {}).get(call_id.number)
         return None if known is None else known.call
 
-    def part_sent(self, call_id: CallId, rank: int) -> None:
+    def part_sent(self, call_id: CallId, rank: int, phase: Phase) -> None:
         """Note that a rank is about to send a part: calls that it leaves by that fail, and so does this if others left.
 
         A call has ended on a rank that left it, and a coordinator that has died since took the news along.
         """
         entry = self._by_rank[rank][call_id.number]
         is_first = not entry.call.has_parts
-        self._reached[rank] = max(entry.position, self._reached.get(rank, -1))
+        self._ways[rank].go_on(entry.position, ())
         if call_id.kind != "barrier":
-            self._settled_before[rank] = max(entry.position, self._settled_before.get(rank, -1))
+            in_caller = phase in (Phase.PLAN, Phase.GLOBAL_PLAN)  # what comes after it has its turn
+            behind = [self._position_of(number, rank) for number in call_id.behind] if in_caller else ()
+            self._ways_of_saves[rank].go_on(entry.position, behind)
         for earlier in self._entries:
             if not earlier.call.ended and earlier.position < entry.position:
                 self._fail_if_left(earlier, rank)
@@ -157,16 +186,22 @@ class Calls:
                 for rank in range(self._world_size):
                     self._fail_if_left(entry, rank)
 
+    def _position_of(self, number: int, rank: int) -> int:
+        known = self._by_rank[rank].get(number)
+        return number + self._shifts.get(rank, 0) if known is None else known.position
+
     def _fail_if_left(self, entry: _Entry, rank: int) -> None:
-        gone_to = (self._settled_before if entry.call_id.kind == "save" else self._reached).get(rank, -1)
+        way = (self._ways_of_saves if entry.call_id.kind == "save" else self._ways)[rank]
         is_deputys = entry.call.has_handed_over(rank) or self.may_be_announced(entry.call, rank)
-        if gone_to > entry.position and entry.call.waits_for(rank) and not is_deputys:
+        if way.has_left(entry.position) and entry.call.waits_for(rank) and not is_deputys:
             message = f"rank {rank} has left this {entry.call_id.kind} and gone on to a later call"
             entry.call.fail([RankFailure(rank, str(entry.call.phase_now), "GroupError", message, "")])
 
     def ended(self, call: OpenCall) -> None:
         """Note that a call has ended. If it worked, all ranks were in it: nobody comes to an earlier one any more."""
         entry = next((one for one in self._entries if one.call is call), None)
+        if entry is not None:
+            entry.ended_as = next(self._count)
         if entry is not None and call.failure is None:
             for earlier in self._entries:
                 earlier.settled |= earlier.call.failure is not None and earlier.position <= entry.position
@@ -304,7 +339,7 @@ class Calls:
         return entry
 
     def _forget_old(self) -> None:
-        ended = [entry for entry in self._entries if entry.call.ended]
+        ended = sorted((one for one in self._entries if one.call.ended), key=lambda one: one.ended_as)
         for old in ended[:-_REMEMBERED_ANSWERS]:
             old.call.forget_parts()
         for old in ended[:-_REMEMBERED_CALLS]:

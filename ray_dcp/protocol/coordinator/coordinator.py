@@ -234,7 +234,7 @@ class Coordinator:
         with self._locked():
             call = self._call(call_id, rank, again=again)
             if call.generation == self._membership.generation:
-                self._calls.part_sent(call_id, rank)
+                self._calls.part_sent(call_id, rank, phase)
             future = call.put(rank, phase, message)
             if call.is_save and phase == Phase.WRITE:
                 self._begin_next_commit()
@@ -310,11 +310,11 @@ class Coordinator:
                     self.member_lost(member, f"{member} was not heard of for {silent_s:.1f} s (heartbeat_timeout_s)")
             self._calls.give_up_waiting(limits)
             self._calls.fail_left()
-            held_up: set[int] = set()
+            is_held_up = False
             for call in self._open_calls():
                 self._fail_if_lost(call)
-                call.fail_overdue(limits, held_up)
-                held_up |= set(call.waits_for_ranks) if call.is_save else set()
+                call.fail_overdue(limits, is_held_up=is_held_up and call.is_save)
+                is_held_up |= call.is_save and not call.ended
 
     @property
     def attempts(self) -> tuple[frozenset[str], frozenset[str]]:

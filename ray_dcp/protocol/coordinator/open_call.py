@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -297,10 +297,10 @@ class OpenCall:
         self._parts.clear()
         self._answers.clear()
 
-    def fail_overdue(self, limits: Limits, held_up: Collection[int] = ()) -> None:
+    def fail_overdue(self, limits: Limits, *, is_held_up: bool = False) -> None:
         """Fail the call where a rank, or the coordinator's own step, has stood still for longer than allowed.
 
-        ``held_up``: ranks whose deputies are at work on an earlier save, if they have one here.
+        ``is_held_up``: an earlier save goes on, and until that has ended nobody need write this one.
         """
         if self.ended:
             return
@@ -310,7 +310,7 @@ class OpenCall:
         arrived = self._parts.get(self._phase_now, {})
         waited_for = self.waits_for_ranks
         for rank in waited_for:
-            if rank in held_up and rank in self._deputies:
+            if is_held_up and (rank in self._deputies or self._phase_now == Phase.WRITE):
                 self._seen[rank] = replace(self._seen[rank], since_s=self._clock())
         overdue = [self._overdue(rank, limits) for rank in waited_for]
         failures = [failure for failure in overdue if failure is not None]

@@ -25,6 +25,7 @@ from ray_dcp.protocol.messages import (
     PLAN_SAVE,
     PLAN_SAVE_HERE,
     WRITE,
+    Busy,
     CommittedWithReplicas,
     FinalTable,
     Message,
@@ -32,18 +33,20 @@ from ray_dcp.protocol.messages import (
     Results,
     ResultsWithReplicas,
     SavePart,
+    SaveSkipped,
     ShowReplicas,
     unsealed,
 )
 from ray_dcp.protocol.steps import GlobalSaveSteps, global_save_steps
 from ray_dcp.settings import Phase
+from ray_dcp.staging.buffer_errors import SavesInFlightError
 
 
 class SaveSession(Session):
     """The coordinator's half of a save, phase by phase.
 
     plan: local plans become final plans. write: write results become the committed ``Metadata``. Where planner and
-    writer stay on rank 0, "global plan" follows plan, and "commit" follows write.
+    writer stay on rank 0, "global plan" follows plan, and "commit" follows write. Where a rank is busy, nothing does.
     """
 
     first_phase: ClassVar[Phase] = Phase.PLAN
@@ -55,6 +58,7 @@ class SaveSession(Session):
         self._differing: Sequence[Differing] = ()
         self._described: Sequence[DifferingReplicas] = ()
         self._interval: Interval | None = None
+        self._skipped: SaveSkipped | None = None
 
     def step(self, phase: Phase, parts: Sequence[Message]) -> Sequence[Message]:
         match phase:
@@ -71,6 +75,8 @@ class SaveSession(Session):
         raise AssertionError(f"a save has no phase {phase!r}")
 
     def next_phase(self, phase: Phase) -> Phase | None:
+        if self._skipped is not None:
+            return None
         stays = self._stays_on_rank_zero
         following = {Phase.PLAN: Phase.GLOBAL_PLAN if stays else Phase.WRITE, Phase.GLOBAL_PLAN: Phase.WRITE}
         return following.get(phase, Phase.COMMIT if stays and phase == Phase.WRITE else None)
@@ -93,6 +99,9 @@ class SaveSession(Session):
 
     def _plan(self, parts: Sequence[SavePart]) -> Sequence[Message]:
         self.checkpoint_id = one_checkpoint_id([part.checkpoint_id for part in parts])
+        self._skipped = _skipped([part.busy for part in parts])
+        if self._skipped is not None:
+            return [self._skipped] * len(parts)
         self._differing = find_differing([part.plan for part in parts], [part.replica_digests for part in parts])
         if self._differing and any(part.replica_check.mode == "error" for part in parts):
             require_agreeing_plans([part.dcp_plan() for part in parts])  # other shapes or kinds are another error
@@ -134,3 +143,14 @@ class SaveSession(Session):
         if not self._described or answers[0] is None:
             return answers
         return [CommittedWithReplicas(answers[0], self._described), *answers[1:]]
+
+
+def _skipped(said: Sequence[Busy | None]) -> SaveSkipped | None:
+    """What all ranks are told where one is busy. Raises ``SavesInFlightError`` where any such rank wants that."""
+    busy = {rank: one for rank, one in enumerate(said) if one is not None}
+    if not busy:
+        return None
+    told = SaveSkipped(min(one.max_in_flight for one in busy.values()), tuple(busy))
+    if any(one.raises for one in busy.values()):
+        raise SavesInFlightError(max_in_flight=told.max_in_flight, busy_ranks=told.busy_ranks)
+    return told

@@ -1,4 +1,4 @@
-"""Saves that go on behind the caller's back: one at a time, in order, none of their failures lost.
+"""Saves that go on behind the caller's back: a few at a time, in order, none of their failures lost.
 
 Each has a thread of its own, for which the interpreter waits when it exits. A failure is told once: to whoever looks at
 the response; else by the next save or load of that rank, after its own work; else on stderr when the process ends.
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -28,10 +29,15 @@ from ray_dcp.errors import ForkedProcessError
 from ray_dcp.lifetime import before_exit
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.exception import CheckpointException, RankFailure, UntoldSaveError
-from ray_dcp.settings import Phase
+from ray_dcp.protocol.messages import Busy
+from ray_dcp.protocol.turns import Turn
+from ray_dcp.settings import InFlight, Phase
+from ray_dcp.staging.buffer_errors import SaveSkippedError
 from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.staging.pinned import pin
 from ray_dcp.store.location.urls import shown_url
+
+logger = logging.getLogger("ray_dcp")
 
 _T = TypeVar("_T")
 
@@ -73,6 +79,15 @@ class AsyncSaveResponse(_OfThisProcess, TorchAsyncSaveResponse, Future[Metadata]
         self.what = what
         """A name for the save in messages."""
         self.staging_completion = _Staging()
+        self.skipped = False
+        """Whether nothing was saved, on no rank, since too many saves were in flight (``when_busy="skip"``).
+
+        The response is done then, ``exception()`` gives a ``SaveSkippedError``, and that is no failure to be told.
+        """
+        self.number = 0
+        """How many calls its rank had made before."""
+        self.turn = Turn()
+        """Its place behind earlier saves."""
         self._writer: threading.Thread | None = None
         self._looked_at = False
         for future in (self, self.staging_completion):
@@ -140,7 +155,7 @@ class BackgroundSaves:
         self._new_pool = functools.partial(BufferPool, on_new=pin, spares_newest=spares_newest)
         self._buffers = (os.getpid(), self._new_pool())
         self._started: list[AsyncSaveResponse] = []
-        """The one under way, and those whose failure is to be told."""
+        """Those under way, in their order, and those whose failure is to be told."""
 
     @property
     def buffers(self) -> BufferPool:
@@ -150,26 +165,72 @@ class BackgroundSaves:
         return self._buffers[1]
 
     def settle(self) -> None:
-        """Return when no save is under way; how the last one ended stays untold."""
+        """Return when no save is under way; how they have ended stays untold."""
+        wait(self._running())
+        self._started = [one for one in self._started if not one.done() or one.untold_failure() is not None]
+
+    def make_room(self, limit: InFlight, uses: Sequence[object], *, alone: bool) -> Busy | None:
+        """Return when one more save may begin, or with what is to be said of it where it is not to wait for that.
+
+        Whatever the ``limit`` says, it waits for saves that use one of the objects that it ``uses``, which may keep in
+        them what they are at, and where this one or they are to be ``alone``, for all.
+        """
+        self._started = [one for one in self._started if not one.done() or one.untold_failure() is not None]
+        for response in self._running():
+            if alone or response.turn.alone or any(one is other for one in response.turn.uses for other in uses):
+                wait([response])
+        self.buffers.allow(limit.max_in_flight)
+        while len(running := self._running()) >= limit.max_in_flight:
+            if limit.when_busy != "wait":
+                return Busy(limit.max_in_flight, raises=limit.when_busy == "error")
+            wait(running, return_when=FIRST_COMPLETED)
+        return None
+
+    def next_turn(self, uses: Sequence[object], *, alone: bool) -> Turn:
+        """The turn of a save that begins now, behind those under way."""
+        return Turn([response.turn for response in self._running()], uses=uses, alone=alone)
+
+    def numbers_in_flight(self, before: int) -> tuple[int, ...]:
+        """The numbers of the calls below ``before`` that are saves under way."""
+        return tuple(response.number for response in self._running() if response.number < before)
+
+    def _running(self) -> list[AsyncSaveResponse]:
+        """The saves under way, in order; where it is one of them that asks, by a hook of its own, those before it."""
+        running = []
         for response in tuple(self._started):
             if response.is_written_here():
-                continue  # a hook of that very save makes a call: it would wait for itself
-            wait([response])
-            if response.untold_failure() is None and response in self._started:
-                self._started.remove(response)
+                break
+            if not response.done():
+                running.append(response)
+        return running
+
+    def skipped(self, why: SaveSkippedError, call: Call) -> AsyncSaveResponse:
+        """The response of a save that all ranks leave out."""
+        response = _response_of(call)
+        response.skipped = response._looked_at = True
+        response.staging_completion.set_result(None)
+        response.set_exception(why)
+        logger.info("%s is skipped: %s", response.what, why)
+        return response
 
     def wait_for_latest(self, timeout_s: float) -> bool:
         """Return whether no save is under way, after at most ``timeout_s``; how it ended stays untold."""
         return not wait(tuple(self._started), timeout=timeout_s).not_done
 
     def start(
-        self, save: Callable[[], Metadata], call: Call, *, staging: Future[Any] | None = None
+        self,
+        save: Callable[[], Metadata],
+        call: Call,
+        turn: Turn | None = None,
+        *,
+        staging: Future[Any] | None = None,
     ) -> AsyncSaveResponse:
-        """Begin to ``save`` in the background; ``settle`` comes first, so it is the only one.
+        """Begin to ``save`` in the background; ``make_room``, or ``settle``, comes first.
 
         ``staging`` is what a user's stager has returned where it still stages; without it everything is staged.
         """
-        response = AsyncSaveResponse(f"the asynchronous save of {shown_url(call.checkpoint_id) or 'a checkpoint'}")
+        response = _response_of(call, turn)
+        response.add_done_callback(lambda ended: ended.turn.end())  # type: ignore[attr-defined]
         if staging is None:
             response.staging_completion.set_result(None)
         else:
@@ -215,6 +276,12 @@ class BackgroundSaves:
             if failure is not None and response is not but:
                 return response, failure
         return None
+
+
+def _response_of(call: Call, turn: Turn | None = None) -> AsyncSaveResponse:
+    response = AsyncSaveResponse(f"the asynchronous save of {shown_url(call.checkpoint_id) or 'a checkpoint'}")
+    response.number, response.turn = call.number, turn or response.turn
+    return response
 
 
 def _start(writer: threading.Thread, call: Call) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -18,9 +19,12 @@ from ray_dcp.protocol.deputy import MAX_RESTARTS, Exchanged, HandedOver, Told
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFailure
 from ray_dcp.protocol.messages import AnswerT, CallId, Carried, Exchange, Message, PartT, carry, decode, encode
 from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
+from ray_dcp.protocol.turns import Turn
 from ray_dcp.settings import Phase
 from ray_dcp.staging.memory_tier import HeldFile
 
+DEPUTY_ENDS_IN_S = 5.0
+"""How long memory is kept for a deputy that has to hear that its job is over: it is told so twice a second."""
 _OF_STORES = ("AWS_", "GOOGLE_", "RAY_DCP_")
 
 
@@ -65,6 +69,20 @@ class Deputies(Protocol):
         ...
 
 
+def says_in_time(ask: Callable[[Callable[[], None]], object]) -> bool:
+    """Whether ``ask`` returns anything but None within ``DEPUTY_ENDS_IN_S``; it calls its argument meanwhile."""
+    deadline = time.monotonic() + DEPUTY_ENDS_IN_S
+
+    def look() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+
+    try:
+        return ask(look) is not None
+    except TimeoutError:
+        return False
+
+
 class RemoteCall:
     """One rank of several: parts travel to the coordinator as messages, over a ``Link``."""
 
@@ -84,6 +102,7 @@ class RemoteCall:
         """``call_id`` is what a deputy is to name this call, where there are ``deputies``."""
         self.rank = rank
         self.world_size = world_size
+        self.number = call_id.number if call_id is not None else 0
         self.kind = kind
         self.checkpoint_id = checkpoint_id
         self.failed = False
@@ -130,7 +149,9 @@ class RemoteCall:
         """What a deputy must know to take this rank's part of the call from here on."""
         return HandedOver(pickle.dumps(call_id), self.rank, tuple(self._exchanged))
 
-    def await_deputy(self, exchange: Exchange[PartT, AnswerT], job: DeputyJob) -> AnswerT | None:
+    def await_deputy(
+        self, exchange: Exchange[PartT, AnswerT], job: DeputyJob, turn: Turn | None = None
+    ) -> AnswerT | None:
         assert self._deputies is not None, "whoever has a job has given it to a deputy"
         told = None
         if not self._deputy_is_lost:
@@ -141,6 +162,12 @@ class RemoteCall:
             self.take_back()
             return None
         return self.deputys_answer(exchange, told)
+
+    def deputy_is_done(self, job: DeputyJob) -> bool:
+        deputies = self._deputies
+        if deputies is None or self._deputy_is_lost:
+            return False
+        return says_in_time(lambda look: deputies.told(job, look))
 
     def take_back(self) -> None:
         """Go on without the deputy: nobody here knows how far it had come, and with which coordinator.

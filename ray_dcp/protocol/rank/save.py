@@ -2,16 +2,15 @@
 
     state_dict -> collect -> local plan ==plan==> final plan -> [stage] -> write -> results ==write==> Metadata
 
-``==`` are the two exchanges with the coordinator. ``save`` does all of it; an asynchronous save does ``plan_save``,
-``stage_save`` and ``hand_over_save`` in the caller and ``finish_save`` behind its back. ``steps.SaveSteps`` plan and
-write.
+``==`` are the two exchanges with the coordinator. ``save`` does all of it; an asynchronous save does it in pieces
+(``async_save``). ``steps.SaveSteps`` plan and write.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +21,12 @@ from ray_dcp.gc_pause import collector_paused
 from ray_dcp.planning.values.collect import collect_state
 from ray_dcp.protocol.call import Call, agree, phase
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException
-from ray_dcp.protocol.messages import PLAN_SAVE, WRITE
+from ray_dcp.protocol.messages import PLAN_SAVE, WRITE, Busy, SaveSkipped
 from ray_dcp.protocol.node_agent import DeputyJob
 from ray_dcp.protocol.steps import SaveSteps
+from ray_dcp.protocol.turns import Turn
 from ray_dcp.settings import DEFAULT_REPLICA_CHECK, Phase, ReplicaCheck
-from ray_dcp.staging.buffer_pool import BufferPool
+from ray_dcp.staging.buffer_errors import SaveSkippedError
 from ray_dcp.trace_points import Point, reached
 
 logger = logging.getLogger("ray_dcp")
@@ -41,6 +41,8 @@ class SaveRequest:
     steps: SaveSteps
     """Who plans and writes it."""
     replica_check: ReplicaCheck = DEFAULT_REPLICA_CHECK
+    busy: Busy | None = None
+    """What this rank says with its plan where it is not to wait and has too many saves in flight."""
 
 
 def save(request: SaveRequest, call: Call) -> Metadata:
@@ -52,55 +54,36 @@ def save(request: SaveRequest, call: Call) -> Metadata:
 
 
 def plan_save(request: SaveRequest, call: Call) -> SaveSteps:
-    """Collect the state and agree with all ranks on who writes what: a save whose final plan is known."""
+    """Collect the state and agree with all ranks on who writes what: a save whose final plan is known.
+
+    Raises ``SaveSkippedError`` where ranks are busy and the save is to be skipped then: it is over on all ranks.
+    """
     steps = request.steps
     with phase(call, Phase.COLLECT):
         state = collect_state(request.state_dict, call.rank)
     with phase(call, Phase.PLAN), steps.planning():
         reached(Point.BEFORE_PLAN)
         with collector_paused(), torch.no_grad():
-            part = steps.plan(state, request.checkpoint_id, request.replica_check)
+            part = replace(steps.plan(state, request.checkpoint_id, request.replica_check), busy=request.busy)
         answer = agree(call, PLAN_SAVE, part, steps.asked)
-        steps.finish_plan(answer)
-        reached(Point.AFTER_PLAN)
+        if not isinstance(answer, SaveSkipped):
+            steps.finish_plan(answer)
+            reached(Point.AFTER_PLAN)
+    if isinstance(answer, SaveSkipped):
+        raise SaveSkippedError(max_in_flight=answer.max_in_flight, busy_ranks=answer.busy_ranks)
     return steps
 
 
-def stage_save(steps: SaveSteps, call: Call, buffers: BufferPool) -> SaveSteps:
-    """Copy what this rank will write, and only that: afterwards the state dict may change.
+def write_save(steps: SaveSteps, call: Call, job: DeputyJob | None = None, turn: Turn | None = None) -> Metadata:
+    """Write this rank's items, unless its deputy does that ``job``, and wait for the commit.
 
-    Whoever has staged it gives the memory back with ``steps.release()``.
+    Where it has a ``turn`` among other saves of this rank, it is written when the earlier ones are over.
     """
-    with phase(call, Phase.STAGE):
-        steps.stage(buffers)
-    return steps
-
-
-def hand_over_save(steps: SaveSteps, call: Call, *, wait: bool = False) -> DeputyJob | None:
-    """Give what is staged to this rank's deputy: from then on the save needs this process no more.
-
-    None where it is to write by itself.
-    """
-    part = steps.staged_part()
-    if part is None:
-        return None
-    with phase(call, Phase.WRITE):
-        return call.hand_over(part, wait=wait)
-
-
-def finish_save(steps: SaveSteps, call: Call, job: DeputyJob | None) -> Metadata:
-    """Do behind the caller's back what is left of a staged save, which the deputy has if there is a ``job``."""
     try:
-        return write_save(steps, call, job or hand_over_save(steps, call, wait=True))
-    finally:
-        steps.release(to_others=call.deputy_at_work)
-
-
-def write_save(steps: SaveSteps, call: Call, job: DeputyJob | None = None) -> Metadata:
-    """Write this rank's items, unless its deputy does, and wait for the commit."""
-    try:
-        committed = None if job is None else call.await_deputy(WRITE, job)
+        committed = None if job is None else call.await_deputy(WRITE, job, turn)
         if committed is None:
+            if turn is not None:
+                turn.wait_to_write()
             with phase(call, Phase.WRITE):
                 with torch.no_grad():
                     results = steps.write(again=job is not None)

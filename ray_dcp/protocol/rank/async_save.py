@@ -1,0 +1,117 @@
+"""A rank's half of an asynchronous save: as ``rank.save``, in pieces::
+
+    caller    plan_save -> stage_save -> hand_over_save -> return
+    thread    hand_over_save, if it is not -> its deputy's word, or write_save -> release
+
+Several may be in flight, each with its ``Turn``: an earlier one never waits for a later one.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from concurrent.futures import Future
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from ray_dcp.protocol.call import Call, phase
+from ray_dcp.protocol.node_agent import DeputyJob
+from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
+from ray_dcp.protocol.rank.save import SaveRequest, plan_save, save, write_save
+from ray_dcp.protocol.rank.user_staging import staged_by, when_staged
+from ray_dcp.protocol.steps import SaveSteps
+from ray_dcp.protocol.turns import Turn
+from ray_dcp.settings import Phase
+from ray_dcp.staging.buffer_errors import SaveSkippedError
+from ray_dcp.staging.buffer_pool import BufferPool
+
+
+def save_behind(
+    request: SaveRequest, call: Call, saves: BackgroundSaves, turn: Turn, stager: AsyncStager | None
+) -> AsyncSaveResponse:
+    """Begin an asynchronous save; when this returns what is to be written is staged, unless a ``stager`` still stages.
+
+    The response of one that is skipped is done.
+    """
+    if stager is not None:
+        return _save_behind_stager(request, call, saves, turn, stager)
+    try:
+        planned = plan_save(request, call)
+    except SaveSkippedError as skipped:
+        return saves.skipped(skipped, call)
+    steps = stage_save(planned, call, saves.buffers)
+    try:
+        job = hand_over_save(steps, call, turn)
+        return saves.start(lambda: finish_save(steps, call, turn, job), call, turn)
+    except BaseException:
+        steps.release(to_others=call.deputy_at_work)
+        raise
+
+
+def _save_behind_stager(
+    request: SaveRequest, call: Call, saves: BackgroundSaves, turn: Turn, stager: AsyncStager
+) -> AsyncSaveResponse:
+    staged = staged_by(stager, request, call)
+    if not isinstance(staged, Future):
+        steps = plan_save(staged, call)
+        return saves.start(lambda: write_save(steps, call), call, turn)
+    # What is saved is known only when it is staged, which may take as long as a step of the training.
+    staging = staged
+    return saves.start(lambda: save(when_staged(staging, request, call), call), call, turn, staging=staging)
+
+
+def stage_save(steps: SaveSteps, call: Call, buffers: BufferPool) -> SaveSteps:
+    """Copy what this rank will write, and only that: afterwards the state dict may change.
+
+    Whoever has staged it gives the memory back with ``steps.release()``.
+    """
+    with phase(call, Phase.STAGE):
+        steps.stage(buffers)
+    return steps
+
+
+def hand_over_save(steps: SaveSteps, call: Call, turn: Turn, *, wait: bool = False) -> DeputyJob | None:
+    """Give what is staged to this rank's deputy: from then on the save needs this process no more.
+
+    None where it is to write by itself; also, unless this is to ``wait``, where it is not this save's turn, or the
+    deputy is not up yet.
+    """
+    part = steps.staged_part()
+    if part is None:
+        return None
+    if wait:
+        turn.wait_to_hand_over()
+    if not turn.may_hand_over:
+        return None
+    with phase(call, Phase.WRITE):
+        job = call.hand_over(part, wait=wait)
+    if job is not None:
+        turn.handed_over()
+    return job
+
+
+def finish_save(steps: SaveSteps, call: Call, turn: Turn, job: DeputyJob | None) -> Metadata:
+    """Do behind the caller's back what is left of a staged save, which the deputy has if there is a ``job``."""
+    try:
+        job = job or hand_over_save(steps, call, turn, wait=True)
+        return write_save(steps, call, job, turn)
+    finally:
+        _release(steps, call, job)
+
+
+def _release(steps: SaveSteps, call: Call, job: DeputyJob | None) -> None:
+    """Let go of the memory: at once, or where a deputy may be at work in it when that has said that it is not."""
+    if job is None or not call.deputy_at_work:
+        steps.release(to_others=call.deputy_at_work)
+        return
+    try:
+        threading.Thread(
+            target=functools.partial(_release_later, steps, call, job), name="ray_dcp-release", daemon=True
+        ).start()
+    except RuntimeError:  # the system has no thread to give
+        steps.release(to_others=True)
+
+
+def _release_later(steps: SaveSteps, call: Call, job: DeputyJob) -> None:
+    steps.release(to_others=not call.deputy_is_done(job))
