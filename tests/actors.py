@@ -40,6 +40,11 @@ class RankActor:
         except Exception as error:
             return error
 
+    def leave(self, name: str) -> None:
+        """Close the groups of this name."""
+        for key in [key for key in self.groups if key[0] == name]:
+            self.groups.pop(key).close()
+
     def close(self) -> None:
         for group in self.groups.values():
             group.close()
@@ -51,6 +56,7 @@ class SharedRanks:
 
     def __init__(self) -> None:
         self._actors: list[Any] = []
+        self._num_buried = 0
 
     def actors(self, count: int) -> list[Any]:
         while len(self._actors) < count:
@@ -59,12 +65,21 @@ class SharedRanks:
 
     def run(self, world_size: int, on_rank: Callable[..., Any], *args: Any, name: str | None = None) -> list[Any]:
         """Outcome on each rank, in rank order: what ``on_rank(rank, world_size, *args)`` returned or raised."""
-        group = name or f"shared-{world_size}"
+        group = name or self.group_name(world_size)
         calls = [
             actor.run.remote(rank, world_size, group, on_rank, *args)
             for rank, actor in enumerate(self.actors(world_size))
         ]
         return ray.get(calls, timeout=within(180))
+
+    def group_name(self, world_size: int) -> str:
+        """Of the group in which ``run`` has so many, where the test names none."""
+        return f"shared-{world_size}" + (f"-again-{self._num_buried}" if self._num_buried else "")
+
+    def bury(self, *dead: Any) -> None:
+        """Forget actors that a test has killed. All others stay, and gather in other groups from now on."""
+        self._actors = [actor for actor in self._actors if actor not in dead]
+        self._num_buried += len(dead)
 
     def ok(self, world_size: int, on_rank: Callable[..., Any], *args: Any, name: str | None = None) -> list[Any]:
         """As ``run``; raises the first error of a rank."""
@@ -75,7 +90,7 @@ class SharedRanks:
         return outcomes
 
     def forget(self) -> None:
-        """Stop all actors, for a test that has killed or spoiled some."""
+        """Stop all actors, for a test that has spoiled some."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []

@@ -35,28 +35,23 @@ def until(condition, timeout_s: float) -> float:
     return time.monotonic() - start
 
 
+# Three tests are in this group one after the other: each name has a coordinator, which is a process.
 def join(name, rank, world_size, timeout_s=60.0):
     group = dcp.RankGroup.join(name, rank=rank, world_size=world_size, timeout_s=timeout_s)
     return group.generation
 
 
-class MortalRanks(SharedRanks):
-    """Actors that a test may kill; those that are left are the next test's."""
-
-    def bury(self, *dead) -> None:
-        self._actors = [actor for actor in self._actors if actor not in dead]
-
-
 @pytest.fixture(scope="module")
 def mortals(ray_session):
-    own = MortalRanks()
+    """Actors that a test may kill; those that are left are the next test's."""
+    own = SharedRanks()
     yield own
     own.forget()
 
 
 def test_a_rank_that_never_joins_is_named(ranks):
     actors = ranks.actors(2)
-    outcomes = ray.get([actors[r].call.remote(join, "incomplete", r, 4, 1.0) for r in (0, 1)])
+    outcomes = ray.get([actors[r].call.remote(join, "short-lived", r, 4, 1.0) for r in (0, 1)])
     for outcome in outcomes:
         assert isinstance(outcome, JoinTimeoutError)
         assert set(outcome.missing_ranks) >= {2, 3}
@@ -65,7 +60,7 @@ def test_a_rank_that_never_joins_is_named(ranks):
 
 def test_two_ranks_joining_with_one_number(ranks):
     actors = ranks.actors(2)
-    outcomes = ray.get([actor.call.remote(join, "twice", 0, 2, 2.0) for actor in actors])
+    outcomes = ray.get([actor.call.remote(join, "short-lived", 0, 2, 2.0) for actor in actors])
     conflict = next(outcome for outcome in outcomes if isinstance(outcome, RankConflictError))
     assert conflict.rank == 0
     assert "two processes join as rank 0" in str(conflict)
@@ -160,8 +155,8 @@ def forget_a_save(rank, world_size, root, forgetful):
 
 
 def test_a_rank_that_forgets_a_save_is_named_at_once_and_the_next_save_works(ranks, tmp_path):
-    ranks.ok(2, generation_of, name="forgetful")
-    (first, second, third), (ahead, met) = ranks.ok(2, forget_a_save, tmp_path, 1, name="forgetful")
+    ranks.ok(2, generation_of)
+    (first, second, third), (ahead, met) = ranks.ok(2, forget_a_save, tmp_path, 1)
     for error, waited_s in (first, second, ahead):
         assert isinstance(error, OutOfStepError)
         assert waited_s < within(5)
@@ -228,10 +223,10 @@ def test_a_wait_outlives_the_coordinator_whose_process_or_actor_is_killed(ranks)
 
 
 def test_a_rank_that_dies_while_the_coordinator_starts_again_is_noticed(mortals):
-    mortals.ok(2, generation_of, name="both-gone")
+    mortals.ok(2, generation_of, name="mortal")
     actors = mortals.actors(2)
-    waiting = actors[0].run.remote(0, 2, "both-gone", generation_of)
-    os.kill(pid_of_coordinator("both-gone"), 9)
+    waiting = actors[0].run.remote(0, 2, "mortal", generation_of)
+    os.kill(pid_of_coordinator("mortal"), 9)
     ray.kill(actors[1])
     mortals.bury(actors[1])
     error = ray.get(waiting, timeout=within(60))
@@ -246,9 +241,9 @@ def is_up(actor) -> bool:
     return False
 
 
-def test_an_actor_that_ray_starts_again_is_not_the_rank_that_joined(ray_session):
+def test_an_actor_that_ray_starts_again_is_not_the_rank_that_joined(ranks):
     reborn = RankActor.options(max_restarts=-1).remote()
-    other = RankActor.remote()
+    (other,) = ranks.actors(1)
     calls = [a.run.remote(r, 2, "reborn", generation_of) for r, a in enumerate([other, reborn])]
     assert [outcome[0] for outcome in ray.get(calls, timeout=within(60))] == [1, 1]
     waiting = other.run.remote(0, 2, "reborn", generation_of)
@@ -257,8 +252,7 @@ def test_an_actor_that_ray_starts_again_is_not_the_rank_that_joined(ray_session)
     error = ray.get(waiting, timeout=within(60))
     assert isinstance(error, CheckpointException)
     assert error.failed_ranks == (1,)
-    for actor in (reborn, other):
-        ray.kill(actor)
+    ray.kill(reborn)
 
 
 def close_after_barrier(name, rank, world_size):

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import ray
@@ -14,7 +13,6 @@ import ray
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
 from ray_dcp.errors import RankLostError
-from tests.actors import RankActor
 from tests.cluster.test_group import ray_dcp_actors, until
 from tests.faults.survival import DEAD_PROCESS_S
 from tests.slack import within
@@ -32,15 +30,9 @@ while time.monotonic() < until:
     sum(range(1000))  # busy, with hardly a moment for other threads
 group.barrier()
 print("met", flush=True)
-group.close()
+time.sleep(600)
 """
-
-
-@pytest.fixture
-def actor(ray_session) -> Iterator:
-    own = RankActor.remote()
-    yield own
-    ray.kill(own)
+BUSY_S = DEAD_PROCESS_S + 1
 
 
 def start(name: str, busy_s: float) -> subprocess.Popen:
@@ -61,27 +53,22 @@ def meet(rank, world_size):
     return "met", time.monotonic()
 
 
-def test_a_program_that_is_killed_is_lost_within_seconds(actor):
-    with start("killed-program", busy_s=600) as program:
-        waiting = actor.run.remote(1, 2, "killed-program", meet)
-        assert program.stdout.readline() == "joined\n"
+def test_a_program_that_is_killed_is_lost_within_seconds_and_one_that_is_busy_for_longer_is_not(ranks):
+    actor = ranks.actors(2)[1]
+    with start("of-a-program", BUSY_S) as program:
+        outcome, _ = ray.get(actor.run.remote(1, 2, "of-a-program", meet), timeout=within(60))
+        assert outcome == "met"
+        assert [program.stdout.readline() for _ in range(2)] == ["joined\n", "met\n"]
+
+        waiting = actor.run.remote(1, 2, "of-a-program", meet)
         killed_at = time.monotonic()
         program.kill()
         error, noticed_at = ray.get(waiting, timeout=within(60))
         assert error.failed_ranks == (0,)
         assert isinstance(error.__cause__, RankLostError)
         assert noticed_at - killed_at < within(DEAD_PROCESS_S)
-    ray.kill(actor)
-    until(lambda: "coordinator/killed-program" not in ray_dcp_actors(), timeout_s=30)
-
-
-def test_a_program_that_is_busy_for_longer_than_the_limit_is_not(actor):
-    with start("busy-program", busy_s=6) as program:
-        waiting = actor.run.remote(1, 2, "busy-program", meet)
-        outcome, _ = ray.get(waiting, timeout=within(60))
-        assert outcome == "met"
-        assert program.stdout.read() == "joined\nmet\n"
-        assert program.wait(within(60)) == 0
+    ray.get(actor.leave.remote("of-a-program"), timeout=within(60))
+    until(lambda: "coordinator/of-a-program" not in ray_dcp_actors(), timeout_s=30)
 
 
 LEAVES_THE_CLUSTER = """

@@ -56,7 +56,8 @@ ROWS = (
         (
             "faults.test_points::test_a_save_in_which_something_goes_wrong",
             "faults.test_points::test_a_load_in_which_something_goes_wrong",
-            "cluster.test_ranks_without_actors::test_a_program_that_is_killed_is_lost_within_seconds",
+            "cluster.test_ranks_without_actors::"
+            "test_a_program_that_is_killed_is_lost_within_seconds_and_one_that_is_busy_for_longer_is_not",
             "cluster.test_group::test_an_actor_that_ray_starts_again_is_not_the_rank_that_joined",
         ),
     ),
