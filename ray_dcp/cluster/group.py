@@ -49,7 +49,6 @@ class RankGroup:
         has_agent = agents_from(os.environ)
         has_memory = memory_tier_from(os.environ)
         memory_keep_from(os.environ)  # which is refused here, where it is set, and not in the agent
-        self.background = BackgroundSaves(spares_newest=has_agent and has_memory)
         self._link = link
         self._pulse = Pulse(
             link,
@@ -59,6 +58,9 @@ class RankGroup:
             heartbeat_timeout_s=request.limits.heartbeat_timeout_s,
         )
         self._agent = AgentLink(self.name, limits=self.limits, has_memory=has_memory) if has_agent else None
+        self.background = BackgroundSaves(
+            spares_newest=has_agent and has_memory, make_room=None if self._agent is None else self._agent.make_room
+        )
         self._num_calls = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()

@@ -30,16 +30,19 @@ class BufferPool:
         *,
         on_new: Callable[[SharedBuffer], object] | None = None,
         spares_newest: bool = False,
+        make_room: Callable[[], None] | None = None,
     ) -> None:
         """``on_new`` is called with each buffer that is made, before it is used: it may pin its memory.
 
         ``spares_newest``: the buffer that was given back last is taken only where all others are in use, since a node's
-        agent may offer what is in it.
+        agent may offer what is in it. ``make_room`` is called where there is no memory for another buffer, before it is
+        tried once more.
         """
         assert num_buffers > 0
         self.num_buffers = num_buffers
         self._on_new = on_new
         self._spares_newest = spares_newest
+        self._make_room = make_room
         self._newest: SharedBuffer | None = None
         """The buffer that was given back last."""
         self._pid = os.getpid()
@@ -195,7 +198,7 @@ class BufferPool:
         """A new buffer in the place that is reserved for it, which is free again if this fails."""
         buffer = None
         try:
-            buffer = _new_buffer(nbytes, replaces)
+            buffer = self._new_buffer(nbytes, replaces)
             buffer.fault_in()
             if self._on_new is not None:
                 self._on_new(buffer)
@@ -210,6 +213,15 @@ class BufferPool:
             self._num_making -= 1
             self._taken.add(buffer)
         return buffer
+
+    def _new_buffer(self, nbytes: int, replaces: bool) -> SharedBuffer:
+        try:
+            return _new_buffer(nbytes, replaces)
+        except StagingMemoryError:
+            if self._make_room is None:
+                raise
+        self._make_room()
+        return _new_buffer(nbytes, replaces)
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:

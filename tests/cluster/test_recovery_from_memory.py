@@ -12,6 +12,8 @@ import torch
 
 import ray_dcp as dcp
 from ray_dcp.cluster.agent.agent_actor import tell_agents_of_end
+from ray_dcp.staging.buffer_errors import StagingMemoryError
+from ray_dcp.staging.shared_buffer import SharedBuffer
 from tests.cluster.test_group import until
 from tests.cluster.test_node_agents import COLUMNS, Group, agents_of, save_and_wait, staging_buffers
 from tests.faults.scene import Rank
@@ -145,6 +147,34 @@ def test_whoever_ends_the_group_has_agents_keep_nothing_for_it(group, tmp_path):
     until(lambda: not keeps(), timeout_s=30)
     assert sources(group, tmp_path / "c", 5.0) == [{"memory"}] * 2
     assert keeps(), "it goes on"
+
+
+def take_two_buffers(rank, world_size):
+    """Need more memory than there is, as far as this process sees it, until agents have made room."""
+    pool = dcp.current_group().background.buffers
+    create, failures = SharedBuffer.create, []
+
+    def create_the_third_time(nbytes):
+        if len(failures) < 2:  # with room to grow on, and without
+            failures.append(nbytes)
+            raise StagingMemoryError(nbytes=nbytes, available_nbytes=0, reason="it would not fit")
+        return create(nbytes)
+
+    SharedBuffer.create = create_the_third_time
+    try:
+        pool.give_back(pool.take(2 * pool.nbytes))
+    finally:
+        SharedBuffer.create = create
+    return len(failures)
+
+
+def test_a_rank_that_has_no_memory_to_stage_in_gets_that_of_the_agent(group, tmp_path):
+    assert group.outcomes(save_and_wait, tmp_path / "c", 6.0) == ["saved"] * 2
+    assert sources(group, tmp_path / "c", 6.0) == [{"memory"}] * 2
+    assert group.outcomes(take_two_buffers) == [2, 2]
+    assert sources(group, tmp_path / "c", 6.0) == [{"storage"}] * 2
+    assert group.outcomes(save_and_wait, tmp_path / "d", 7.0) == ["saved"] * 2
+    assert sources(group, tmp_path / "d", 7.0) == [{"memory"}] * 2
 
 
 def leave(rank, world_size):

@@ -285,6 +285,23 @@ def test_what_was_given_back_last_is_taken_where_there_is_no_memory_for_another(
     pool.close()
 
 
+@pytest.mark.parametrize("spares_newest", [False, True])
+def test_room_is_asked_for_where_there_is_none_and_it_is_tried_again(monkeypatch, spares_newest):
+    create, asked = SharedBuffer.create, []
+
+    def create_where_room_was_made(nbytes):
+        if pool.nbytes and not asked:
+            raise StagingMemoryError(nbytes=nbytes, available_nbytes=0, reason="it would not fit")
+        return create(nbytes)
+
+    pool = BufferPool(spares_newest=spares_newest, make_room=lambda: asked.append(True))
+    first = pool.take(10 * PAGE)
+    monkeypatch.setattr(SharedBuffer, "create", create_where_room_was_made)
+    assert pool.take(10 * PAGE) is not first
+    assert asked == [True]
+    pool.close()
+
+
 def test_a_version_is_seen_by_all_who_have_the_buffer_open_and_stays_with_its_memory():
     with SharedBuffer.create(3 * PAGE + 1) as made, SharedBuffer.attach(made.name, writable=False) as reader:
         kept = made.kept_open()

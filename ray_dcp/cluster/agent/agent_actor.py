@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -55,6 +56,11 @@ class AgentActor:
     def left(self, rank: int) -> None:
         self._agent.memory.left(rank)
 
+    def make_room(self, group: str) -> None:
+        """Let go of what is in memory, for ``group``: another group's, where this one is gone."""
+        if group == self._group or not _has_coordinator(self._group):
+            self._agent.memory.close()
+
     def group_ended(self) -> None:
         self._agent.memory.all_left()
 
@@ -96,10 +102,23 @@ def find_agent(group: str) -> Any:
 
 def tell_agents_of_end(group: str) -> None:
     """Have all agents of ``group``, on whatever node, keep nothing in memory for when it forms anew."""
+    for agent in _agents(lambda name: name.startswith(agent_name(group, ""))):
+        agent.group_ended.remote()
+
+
+def agents_of_node() -> list[Any]:
+    """The handles of all agents of this node, of whatever group."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return _agents(lambda name: name.startswith(agent_name("", "")[:-1]) and name.endswith(f"/{node_id}"))
+
+
+def _agents(is_meant: Callable[[str], bool]) -> list[Any]:
+    found = []
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(agent_name(group, "")):
+        if actor["namespace"] == NAMESPACE and is_meant(actor["name"]):
             with suppress(ValueError):  # it has ended meanwhile
-                ray.get_actor(actor["name"], namespace=NAMESPACE).group_ended.remote()
+                found.append(ray.get_actor(actor["name"], namespace=NAMESPACE))
+    return found
 
 
 def start_agent(group: str, limits: Limits) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from ray_dcp.cluster.agent.agent_actor import find_agent, start_agent
+from ray_dcp.cluster.agent.agent_actor import agents_of_node, find_agent, start_agent
 from ray_dcp.protocol.deputy import Told
 from ray_dcp.protocol.node_agent import DeputyJob
 from ray_dcp.settings import Limits
@@ -137,6 +137,15 @@ class AgentLink:
             agent = self._known() if self._has_memory else None
             if agent is not None:
                 agent.left.remote(rank)
+
+    def make_room(self) -> None:
+        """Have the agents of this node let go of what they keep in memory: a rank has none to stage in.
+
+        Agents of other groups do it where their group is gone. Returns when they have, or do not answer at once.
+        """
+        with suppress(RayError):
+            asked = [agent.make_room.remote(self._group) for agent in agents_of_node()]
+            ray.wait(asked, num_returns=len(asked), timeout=_HELD_TIMEOUT_S)
 
     def _known(self) -> Any:
         """The handle of this node's agent, also of one that another rank has started; None where none is up."""

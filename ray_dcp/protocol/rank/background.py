@@ -150,9 +150,9 @@ class AsyncSaveResponse(_OfThisProcess, TorchAsyncSaveResponse, Future[Metadata]
 class BackgroundSaves:
     """The asynchronous saves of one rank."""
 
-    def __init__(self, *, spares_newest: bool = False) -> None:
-        """``spares_newest``: see ``BufferPool``."""
-        self._new_pool = functools.partial(BufferPool, on_new=pin, spares_newest=spares_newest)
+    def __init__(self, *, spares_newest: bool = False, make_room: Callable[[], None] | None = None) -> None:
+        """Both are for the ``BufferPool``."""
+        self._new_pool = functools.partial(BufferPool, on_new=pin, spares_newest=spares_newest, make_room=make_room)
         self._buffers = (os.getpid(), self._new_pool())
         self._started: list[AsyncSaveResponse] = []
         """Those under way, in their order, and those whose failure is to be told."""
