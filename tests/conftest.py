@@ -47,13 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def interleavings(*, new: int = 0) -> settings:
-    """How many random runs of the protocol, and which: by `RAY_DCP_INTERLEAVINGS`, else a few hundred known ones.
+    """How many random runs of the protocol, and which: by `RAY_DCP_INTERLEAVINGS`, else a hundred known ones.
 
     With ``new``, so many that nobody has seen before.
     """
     wanted = os.environ.get("RAY_DCP_INTERLEAVINGS")
     return settings(
-        max_examples=new or int(wanted or 250),
+        max_examples=new or int(wanted or 100),
         derandomize=not (new or wanted),
         stateful_step_count=30,
         deadline=None,

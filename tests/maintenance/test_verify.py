@@ -274,7 +274,7 @@ def test_of_records_that_share_their_head_damage_is_told_of_the_one_whose_bytes_
     assert len({record.start for record in records_of(store)}) == 4
     bits, plan = random.Random(0), plan_verify(store.url)
     before = verify_checkpoint(plan).faults
-    for place in range(0, len(store.get(shard_of(store))), 7):
+    for place in range(0, len(store.get(shard_of(store))), 17):
         with flipped(store, shard_of(store), place, bit=bits.randrange(8)):
             faults = [fault for fault in verify_checkpoint(plan).faults if fault not in before]
         assert {fault.fqn for fault in faults} == {owner(store, place).fqn}

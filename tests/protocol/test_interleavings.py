@@ -1,6 +1,6 @@
 """Random interleavings of whole saves, loads and barriers of two groups, with everything that may go wrong in between.
 
-A few hundred runs in `make test`, always the same ones, and some new ones; ten thousand new ones in `make nightly`.
+A hundred runs in `make test`, always the same ones, and some new ones; ten thousand new ones in `make nightly`.
 What is checked:
 
 - what is committed at a checkpoint is always exactly what one save was to write, bit by bit, and stays so until a newer
@@ -444,7 +444,7 @@ def test_any_interleaving_keeps_the_promises():
 
 def test_interleavings_that_nobody_has_seen_before_keep_them_too():
     """One that does not is printed as a decorator that repeats it: keep it as a test of its own."""
-    run_state_machine_as_test(Interleavings, settings=interleavings(new=100))
+    run_state_machine_as_test(Interleavings, settings=interleavings(new=70))
 
 
 @pytest.fixture
