@@ -183,8 +183,38 @@ ROWS = (
         "",
         "the new checkpoint",
         (
-            "cluster.test_node_agents::test_a_save_commits_when_all_its_ranks_are_killed_and_the_agent_ends_with_the_group",
+            "cluster.test_node_agents::"
+            "test_two_saves_commit_when_all_their_ranks_are_killed_and_the_agent_ends_a_while_after_the_group",
         ),
+    ),
+    Row(
+        "a rank that saves with `async_save` is killed, and the group forms anew, of any number of ranks",
+        "as above; what their node's agent still has in memory of the newest step is loaded from there, and checked as "
+        "from storage; the rest from storage",
+        "",
+        "that step",
+        (
+            "cluster.test_recovery_from_memory::test_a_rank_is_killed_and_all_load_from_memory_be_they_as_many_or_not",
+            "cluster.test_recovery_from_memory::test_all_ranks_are_killed",
+        ),
+    ),
+    Row(
+        "a bit flips in that memory, or its agent is killed or does not answer",
+        "nothing: what is wrong or missing there is read from storage",
+        "1 s",
+        "that step",
+        (
+            "protocol.test_loads_from_memory::test_a_bit_flipped_in_memory_is_found_and_the_file_read_from_the_store",
+            "cluster.test_recovery_from_memory::test_an_agent_that_is_killed_leaves_the_storage",
+            "cluster.test_recovery_from_memory::test_an_agent_that_stands_still_is_not_waited_for",
+        ),
+    ),
+    Row(
+        "a process without a group is killed after its `async_save` has returned",
+        "nothing: a child that writes for it (started with the first such save, without torch) commits in its place",
+        "",
+        "the new checkpoint",
+        ("protocol.child.test_writer_process::test_a_process_that_is_killed_when_the_call_has_returned_loses_nothing",),
     ),
     Row(
         "a node agent is killed",
@@ -205,11 +235,24 @@ ROWS = (
         ("cluster.test_node_agents::test_an_agent_that_stands_still_is_ended_and_the_ranks_write_by_themselves",),
     ),
     Row(
+        "saves are asked for faster than storage takes them",
+        "the third waits until the first has ended (`max_in_flight=2`); or is skipped, or raises, on all ranks alike "
+        "(`when_busy=`)",
+        "",
+        "each with the values of its call, in order",
+        (
+            "protocol.test_in_flight::test_one_more_waits_until_another_has_ended",
+            "protocol.test_in_flight::test_one_more_is_skipped_by_all_where_one_rank_is_busy",
+            "protocol.test_in_flight::test_one_more_raises_on_all_ranks_alike",
+            "protocol.test_in_flight::test_each_of_three_has_the_values_of_its_call_and_they_are_committed_in_order",
+        ),
+    ),
+    Row(
         "an asynchronous save fails and nobody looks",
         "the next save or load does its own work, then raises it on the ranks where nobody looked; told on stderr "
         "where no call comes",
         "",
-        "the previous checkpoint",
+        "the previous checkpoint; saves after it are committed",
         (
             "protocol.test_async_save::test_a_failure_nobody_awaited_is_raised_by_the_next_call_when_that_has_done_its_work",
         ),
