@@ -256,6 +256,20 @@ def agent_write_rate_from(variables: Mapping[str, str]) -> float | None:
     return rate
 
 
+def staging_nbytes_from(variables: Mapping[str, str]) -> int | None:
+    """How many bytes a rank's staging buffers take at most, together, as ``RAY_DCP_STAGING_NBYTES`` says.
+
+    None: as many as it takes to stage each save whole. Raises ``ConfigError``.
+    """
+    variable = variable_of("staging_nbytes")
+    text = variables.get(variable, "")
+    if not text:
+        return None
+    nbytes = count_from(variable, text)
+    require_count(variable, nbytes)
+    return nbytes
+
+
 WHEN_BUSY = ("wait", "skip", "error")
 
 

@@ -25,6 +25,7 @@ from ray_dcp.settings import (
     memory_keep_from,
     memory_tier_from,
     share_reads_from,
+    staging_nbytes_from,
     variable_of,
 )
 from ray_dcp.store.bucket.s3_options import S3Options
@@ -142,6 +143,14 @@ def test_a_rate_of_writing_is_bytes_a_second_and_no_crawl():
             agent_write_rate_from({"RAY_DCP_AGENT_WRITE_RATE": text})
 
 
+def test_a_budget_of_staging_is_a_number_of_bytes():
+    assert staging_nbytes_from({}) is staging_nbytes_from({"RAY_DCP_STAGING_NBYTES": ""}) is None
+    assert staging_nbytes_from({"RAY_DCP_STAGING_NBYTES": "1073741824"}) == 2**30
+    for text in ("1G", "0", "-1", "1.5"):
+        with pytest.raises(ConfigError, match="RAY_DCP_STAGING_NBYTES"):
+            staging_nbytes_from({"RAY_DCP_STAGING_NBYTES": text})
+
+
 def test_the_documentation_has_each_setting_as_it_is():
     text = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
     table = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines() if "|" in line][
@@ -156,6 +165,7 @@ def test_the_documentation_has_each_setting_as_it_is():
         ("", "", "`RAY_DCP_SHARE_READS`", "1"),
         ("", "", "`RAY_DCP_AGENTS`", "1"),
         ("", "", "`RAY_DCP_AGENT_WRITE_RATE`", ""),
+        ("", "", "`RAY_DCP_STAGING_NBYTES`", ""),
         ("", "", "`RAY_DCP_MEMORY_TIER`", "1"),
         ("", "", "`RAY_DCP_MEMORY_KEEP_S`", documented(DEFAULT_MEMORY_KEEP_S)),
         *rows(InFlight, "async_save"),

@@ -49,7 +49,8 @@ class BufferPool:
         self._changed = threading.Condition()
         self._free: list[SharedBuffer] = []
         self._taken: set[SharedBuffer] = set()
-        self._num_making = 0
+        self._making: list[int] = []
+        """Bytes of each buffer that is being made."""
         self._closed = False
 
     def allow(self, num_buffers: int) -> None:
@@ -59,31 +60,48 @@ class BufferPool:
             self._changed.notify_all()
 
     def take(
-        self, nbytes: int, *, timeout_s: float | None = None, look: Callable[[], None] | None = None
+        self,
+        nbytes: int,
+        *,
+        timeout_s: float | None = None,
+        look: Callable[[], None] | None = None,
+        max_nbytes: int | None = None,
     ) -> SharedBuffer:
         """A buffer of at least ``nbytes``, for nobody else until it is given back; its version is a new one.
 
         Waits while all are taken, ``timeout_s`` at most: then raises ``StagingBusyError``. Meanwhile ``look`` is
         called again and again; what it raises ends the wait and passes unchanged. Raises ``StagingMemoryError`` where
         a larger buffer is needed and there is no memory for it.
+
+        With another one all buffers together would take more than ``max_nbytes``: then those that are free make room,
+        else it waits for one that is taken. Raises ``StagingMemoryError`` where one alone would take more.
         """
-        buffer = self._taken_as_it_is(nbytes, timeout_s, look)
+        buffer = self._taken_as_it_is(nbytes, timeout_s, look, max_nbytes)
         buffer.renew()  # before anything is written: who reads it meanwhile sees that
         return buffer
 
     def _taken_as_it_is(
-        self, nbytes: int, timeout_s: float | None = None, look: Callable[[], None] | None = None
+        self,
+        nbytes: int,
+        timeout_s: float | None = None,
+        look: Callable[[], None] | None = None,
+        max_nbytes: int | None = None,
     ) -> SharedBuffer:
         self._require_own_process()
-        began_s = time.monotonic()
+        _require_within(nbytes, max_nbytes)
+        began_s, replaced = time.monotonic(), False
         while True:
             with self._changed:
                 assert not self._closed, "the pool is closed"
-                found, replaced = self._find(nbytes)
+                fits = self._fits(nbytes, max_nbytes)
+                found, closed = self._find(nbytes, even_newest=not fits)
                 if found is not None:
                     return found
-                if self._num_there < self.num_buffers:
-                    self._num_making += 1
+                replaced = (replaced or closed) and max_nbytes is None
+                if closed and not fits:
+                    continue
+                if fits and self._num_there < self.num_buffers:
+                    self._making.append(_whole_pages(nbytes))
                     break
                 self._wait(began_s, timeout_s, None if look is None else _LOOK_AGAIN_S)
             if look is not None:
@@ -151,7 +169,12 @@ class BufferPool:
 
     @property
     def _num_there(self) -> int:
-        return len(self._free) + len(self._taken) + self._num_making
+        return len(self._free) + len(self._taken) + len(self._making)
+
+    def _fits(self, nbytes: int, max_nbytes: int | None) -> bool:
+        """Whether one buffer more takes no more than all together may."""
+        there = sum(buffer.nbytes for buffer in (*self._free, *self._taken)) + sum(self._making)
+        return max_nbytes is None or there + _whole_pages(nbytes) <= max_nbytes
 
     def _find(self, nbytes: int, *, even_newest: bool = False) -> tuple[SharedBuffer | None, bool]:
         """A free buffer that is large enough, now taken; or None, and whether a smaller one was closed for it."""
@@ -191,7 +214,7 @@ class BufferPool:
             found, replaced = self._find(nbytes, even_newest=True)
             if found is not None:
                 return found
-            self._num_making += 1
+            self._making.append(_whole_pages(nbytes))
         return self._made(nbytes, replaced)
 
     def _made(self, nbytes: int, replaces: bool) -> SharedBuffer:
@@ -204,13 +227,13 @@ class BufferPool:
                 self._on_new(buffer)
         except BaseException:
             with self._changed:
-                self._num_making -= 1
+                self._making.remove(_whole_pages(nbytes))
                 self._changed.notify_all()
             if buffer is not None:
                 buffer.close()
             raise
         with self._changed:
-            self._num_making -= 1
+            self._making.remove(_whole_pages(nbytes))
             self._taken.add(buffer)
         return buffer
 
@@ -226,6 +249,13 @@ class BufferPool:
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcessError("its staging buffers are not for a fork of it", pid=self._pid)
+
+
+def _require_within(nbytes: int, max_nbytes: int | None) -> None:
+    if max_nbytes is not None and _whole_pages(nbytes) > max_nbytes:
+        raise StagingMemoryError(
+            nbytes=nbytes, available_nbytes=max_nbytes, reason="it is more than RAY_DCP_STAGING_NBYTES allows"
+        )
 
 
 def _new_buffer(nbytes: int, has_grown: bool) -> SharedBuffer:

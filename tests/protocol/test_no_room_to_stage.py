@@ -15,12 +15,15 @@ from tests.ranks import require_no_errors
 from tests.slack import within
 
 
-@pytest.fixture(autouse=True)
-def _no_room(monkeypatch):
+@pytest.fixture(autouse=True, params=["no memory", "budget"])
+def _no_room(monkeypatch, request):
     def refuse(nbytes):
         raise StagingMemoryError(nbytes=nbytes, available_nbytes=0, reason="it would not fit")
 
-    monkeypatch.setattr(SharedBuffer, "create", refuse)
+    if request.param == "budget":
+        monkeypatch.setenv("RAY_DCP_STAGING_NBYTES", "100")
+    else:
+        monkeypatch.setattr(SharedBuffer, "create", refuse)
 
 
 def told(caplog):

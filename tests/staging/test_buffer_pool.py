@@ -319,3 +319,43 @@ def test_a_version_is_seen_by_all_who_have_the_buffer_open_and_stays_with_its_me
         kept.close()
         with pytest.raises(StagingLostError):
             SharedBuffer.attach(kept.name)
+
+
+class TestABudget:
+    def test_one_buffer_more_than_it_allows_is_waited_for(self, pool):
+        first = pool.take(10 * PAGE, max_nbytes=15 * PAGE)
+        with pytest.raises(StagingBusyError):
+            pool.take(10 * PAGE, max_nbytes=15 * PAGE, timeout_s=0.01)
+        taken = []
+        waiting = threading.Thread(target=lambda: taken.append(pool.take(10 * PAGE, max_nbytes=15 * PAGE)))
+        waiting.start()
+        pool.give_back(first)
+        waiting.join(60)
+        assert taken == [first]
+        assert pool.nbytes == 10 * PAGE
+
+    def test_two_that_it_allows_are_used_in_turns(self, pool):
+        first, second = (pool.take(10 * PAGE, max_nbytes=20 * PAGE) for _ in range(2))
+        assert first is not second
+        assert pool.nbytes == 20 * PAGE
+
+    def test_free_ones_make_room_for_a_larger_one(self, pool):
+        for buffer in [pool.take(5 * PAGE) for _ in range(2)]:
+            pool.give_back(buffer)
+        larger = pool.take(12 * PAGE, max_nbytes=12 * PAGE)
+        assert pool.nbytes == larger.nbytes == 12 * PAGE
+
+    def test_what_was_given_back_last_makes_room_too(self):
+        pool = BufferPool(spares_newest=True)
+        newest = pool.take(10 * PAGE)
+        pool.give_back(newest)
+        assert pool.take(10 * PAGE, max_nbytes=15 * PAGE) is newest
+        pool.give_back(newest)
+        assert pool.take(10 * PAGE, max_nbytes=20 * PAGE) is not newest
+        pool.close()
+
+    def test_one_that_is_more_by_itself_is_refused_by_name(self, pool):
+        with pytest.raises(StagingMemoryError, match="RAY_DCP_STAGING_NBYTES") as refused:
+            pool.take(10 * PAGE + 1, max_nbytes=10 * PAGE)
+        assert (refused.value.nbytes, refused.value.available_nbytes) == (10 * PAGE + 1, 10 * PAGE)
+        assert pool.nbytes == 0

@@ -9,6 +9,7 @@ Where another rank has a plug-in the coordinator answers with DCP's plans, and i
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -32,7 +33,7 @@ from ray_dcp.protocol.engines.locations import OwnLocation
 from ray_dcp.protocol.engines.plugin_save import PluginSave
 from ray_dcp.protocol.messages import FinalTable, Results, ResultsWithReplicas, SavePart, encode
 from ray_dcp.protocol.node_agent import FileJob, StagedPart
-from ray_dcp.settings import Phase
+from ray_dcp.settings import Phase, staging_nbytes_from
 from ray_dcp.staging.buffer_errors import StagingMemoryError
 from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.staging.shared_buffer import SharedBuffer
@@ -128,7 +129,8 @@ class OwnSave(PluginSave):
             return
         file = FileToStage(shard_key(target), target.rank, items, self._planner)
         try:
-            buffer = buffers.take(file.nbytes, look=self._call.progress.advance)
+            max_nbytes = staging_nbytes_from(os.environ)
+            buffer = buffers.take(file.nbytes, look=self._call.progress.advance, max_nbytes=max_nbytes)
         except StagingMemoryError as error:
             logger.warning("%s; this rank writes its part before async_save returns", error)
             with phase(self._call, Phase.WRITE):
