@@ -123,7 +123,7 @@ class AgentLink:
             if agent is None:
                 return ()
             held: Sequence[HeldFile] = ray.get(agent.held.remote(place), timeout=_HELD_TIMEOUT_S)
-        except (RayError, GetTimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with an agent, a load has the storage
             logger.warning("the node agent of group %r does not say what it has in memory, so all is read from "
                            "storage: %s", self._group, first_line_of(error))  # fmt: skip
             if isinstance(error, RayActorError):
