@@ -150,16 +150,15 @@ class RecordReads:
         return read if in_rows else None
 
     def read_blocks(self, read: RecordRead, start: int, into: memoryview, lane: Lane) -> None:
-        """Fill ``into`` with the bytes from ``start`` on of a tensor's payload, and check them; from block to block."""
+        """Fill ``into`` with the bytes from ``start`` on of a tensor's payload, and check them; from block to block.
 
-        def read_and_check() -> None:
-            lane.file(self._files, read.key)(read.offset + start, [into])
-            require_right(read, self._files.shown(read.key), into, start)
-
+        It is for records that are read for other ranks, too: those come from the store.
+        """
         try:
-            self._files.checked(read.key, read_and_check)
+            lane.file(self._files, read.key)(read.offset + start, [into])
         except MISSING as error:
             raise self._files.damaged(error, read.key, read.fqn, read.offset + start, len(into)) from error
+        require_right(read, self._files.shown(read.key), into, start)
 
     def _checked_python(self, wanted: WantedRecord, content: memoryview) -> bytes:
         """The record of a Python object as it was written, checked."""

@@ -116,7 +116,7 @@ def test_a_file_that_is_in_memory_is_not_even_opened_in_the_store():
         checked_read(files)
 
 
-def test_two_threads_that_find_the_same_damage_both_get_the_next_place():
+def test_two_threads_that_find_the_same_damage_both_get_the_next_place(caplog):
     """The second has read from a place that the first has left by the time it looks."""
     near = NearbyFiles({KEY: [Somewhere("memory", bytes(200))]})
     files = CheckpointFiles(store(), "c", near)
@@ -133,6 +133,7 @@ def test_two_threads_that_find_the_same_damage_both_get_the_next_place():
         return bytes(memory)
 
     assert files.checked(KEY, read) == RIGHT[3:8]
+    assert len(caplog.records) == 1, "it is told once"
 
 
 def test_closing_lets_go_of_all_places_also_of_those_that_were_left():
