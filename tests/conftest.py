@@ -28,8 +28,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # CI's second Python is without pytest-xdist.
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of ``-n auto``, as in `make test`: two more than there are CPUs, as those with a cluster mostly wait."""
-    return min(8, (os.cpu_count() or 1) + 2)
+    """Of ``-n auto``, as in `make test`: one more than there are CPUs, as those with a cluster mostly wait.
+
+    Each more collects all tests once more, and holds the others up.
+    """
+    return min(8, (os.cpu_count() or 1) + 1)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -46,6 +46,10 @@ class Rank:
         self.group = dcp.RankGroup.join(name, rank=rank, world_size=world_size, limits=limits, timeout_s=within(120))
         return os.getpid()
 
+    def leave(self) -> None:
+        if self.group is not None:
+            self.group.close()
+
     def do(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(rank, world_size, *args)`` within the group."""
         with self.group:
@@ -162,16 +166,30 @@ class Outcomes:
 
 
 class Cast:
-    """Rank actors in one group, with a spare that takes the place of one that was killed."""
+    """Rank actors in one group, with a spare that takes the place of one that was killed.
 
-    def __init__(self, name: str, *, limits: Limits | None = None, actors: list[Any] | None = None) -> None:
+    Those of ``troupe``, a list, play in it, and are put back at the end; where it has too few, more are started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        limits: Limits | None = None,
+        actors: list[Any] | None = None,
+        troupe: list[Any] | None = None,
+    ) -> None:
         self.name = name
         self.limits = limits or Limits(coordinator_timeout_s=within(Limits().coordinator_timeout_s))
-        self.actors = actors or [Rank.remote() for _ in range(2)]
+        self._troupe = [] if troupe is None else troupe
+        self.actors = actors or [self._another() for _ in range(2)]
         self.world_size = len(self.actors)
-        self.spare = None if actors else Rank.remote()
+        self.spare = None if actors else self._another()
         self.pids: list[int] = []
         self.form()
+
+    def _another(self) -> Any:
+        return self._troupe.pop() if self._troupe else Rank.remote()
 
     def form(self) -> None:
         """Gather all actors as a new generation."""
@@ -221,13 +239,13 @@ class Cast:
 
     def replace(self, rank: int) -> Any:
         """Let the spare take a rank's place in a new generation; the actor that had it."""
-        before, self.actors[rank], self.spare = self.actors[rank], self.spare, Rank.remote()
+        before, self.actors[rank], self.spare = self.actors[rank], self.spare, self._another()
         self.form()
         return before
 
     def end(self) -> None:
-        """Stop all, and see that the coordinator ends by itself."""
-        for actor in [*self.actors, self.spare]:
-            ray.kill(actor)
+        """Let all leave the group, and see that the coordinator ends by itself."""
+        ray.get([actor.leave.remote() for actor in self.actors], timeout=within(120))
+        self._troupe += [*self.actors, self.spare]
         name = f"coordinator/{self.name}"
         wait_until(lambda: name not in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)])

@@ -31,8 +31,8 @@ AFTER_THE_COMMIT_BEGAN = (Point.BEFORE_MANIFEST, Point.BETWEEN_MANIFEST_AND_META
 NEW_COORDINATOR_S = 30.0
 """A new process that imports torch takes 3 to 4 s of it where the machine is free."""
 KILLED_BY_DAY = {
-    "kill rank": (Point.MID_WRITE, Point.BETWEEN_MANIFEST_AND_METADATA, Point.AFTER_METADATA, Point.MID_READ),
-    "kill coordinator": (Point.GLOBAL_PLAN, Point.BETWEEN_MANIFEST_AND_METADATA, Point.LOAD_PLAN),
+    "kill rank": (Point.MID_WRITE, Point.BETWEEN_MANIFEST_AND_METADATA, Point.MID_READ),
+    "kill coordinator": (Point.BETWEEN_MANIFEST_AND_METADATA, Point.LOAD_PLAN),
 }
 
 
@@ -51,8 +51,8 @@ def everything_at(points: list[Point]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def cast(ray_session):
-    own = Cast("faults")
+def cast(troupe):
+    own = Cast("faults", troupe=troupe)
     yield own
     own.end()
     require_none_left()

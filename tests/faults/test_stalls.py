@@ -149,19 +149,23 @@ def test_a_commit_that_was_given_up_and_goes_on_later_does_not_replace_a_newer_s
     assert value_at(place, 2) == 3.0
 
 
-# Real processes, stopped and continued by signals.
+# Real processes, stopped and continued by signals: by day at one point each, the others are above in one process.
 
 
 @pytest.fixture(scope="module")
-def cast(ray_session):
+def cast(troupe):
     soon = within(3.0)
-    own = Cast("stalls", limits=Limits(stall_timeout_s=soon, coordinator_timeout_s=soon, arrival_timeout_s=60.0))
+    own = Cast(
+        "stalls", limits=Limits(stall_timeout_s=soon, coordinator_timeout_s=soon, arrival_timeout_s=60.0), troupe=troupe
+    )
     yield own
     own.end()
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("point", [Point.MID_WRITE, Point.BEFORE_RESULT], ids=by_title)
+@pytest.mark.parametrize(
+    "point", [Point.MID_WRITE, pytest.param(Point.BEFORE_RESULT, marks=pytest.mark.soak)], ids=by_title
+)
 def test_a_frozen_rank_that_wakes_up_after_the_group_re_formed_changes_nothing(cast, tmp_path, point):
     other, place, stamp = tmp_path / "step-1", tmp_path / "step-2", tmp_path / "when"
     cast.save(other, 1.0)
@@ -204,7 +208,11 @@ def test_a_rank_that_freezes_in_a_load_is_named(cast, tmp_path):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("point", [Point.AFTER_PLAN, Point.BETWEEN_MANIFEST_AND_METADATA], ids=by_title)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(Point.AFTER_PLAN, marks=pytest.mark.soak), Point.BETWEEN_MANIFEST_AND_METADATA],
+    ids=by_title,
+)
 def test_a_frozen_coordinator_is_replaced_and_the_save_commits(cast, tmp_path, point):
     place, stamp = tmp_path / "step-2", tmp_path / "when"
     cast.save(place, 2.0)
