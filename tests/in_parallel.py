@@ -22,7 +22,6 @@ ACTORS_OF_THEIR_OWN = (
     "tests/faults/test_stalls.py",
     "tests/interop/test_torchrun.py",
     "tests/test_pool.py",
-    "tests/train/test_hand_over.py",
     "tests/train/test_reporting.py",
     "tests/train/test_spares.py",
 )

@@ -1,26 +1,20 @@
-"""A save that is under way when Ray Train stops a worker is finished."""
+"""A save that is under way when Ray Train stops a worker is finished; a run that goes on from it: ``test_reporting``."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray.train
-import torch
-from ray.train.torch import TorchTrainer
 from torch.distributed.checkpoint.metadata import Metadata
 
 import ray_dcp as dcp
-from ray_dcp.catalog.listing import list_checkpoints
 from ray_dcp.protocol.exception import RankFailure
 from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
 from ray_dcp.train import CheckpointCallback, callback
-from ray_dcp.write.writer import StoreWriter
 from tests.slack import within
 
 
@@ -57,35 +51,3 @@ def test_what_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_process_without_groups_has_nothing_to_finish() -> None:
     assert CheckpointCallback().before_worker_shutdown() is None
-
-
-class SlowWriter(StoreWriter):
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        time.sleep(1.0)
-        return super().write_data(plan, planner)
-
-
-def save_and_fail_once(config: dict[str, Any]) -> None:
-    checkpoints = dcp.CheckpointManager()
-    step = checkpoints.load({"value": torch.zeros(4)})
-    if step is None:
-        writer = SlowWriter(checkpoints.checkpoint_id(7), step=7, metrics=None)
-        dcp.async_save({"value": torch.ones(4)}, storage_writer=writer)
-        raise RuntimeError("broken on purpose")
-    ray.train.report({"resumed": step})
-
-
-@pytest.mark.ray
-def test_training_resumes_from_a_save_that_was_under_way_when_it_failed(ray_cluster: None, tmp_path: Path) -> None:
-    result = TorchTrainer(
-        save_and_fail_once,
-        scaling_config=ray.train.ScalingConfig(num_workers=1),
-        run_config=ray.train.RunConfig(
-            name="handover",
-            storage_path=str(tmp_path),
-            failure_config=ray.train.FailureConfig(max_failures=1),
-            callbacks=[CheckpointCallback(spare_packages=())],
-        ),
-    ).fit()
-    assert [info.step for info in list_checkpoints(result.path)] == [7]
-    assert result.error is None

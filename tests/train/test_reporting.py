@@ -1,8 +1,10 @@
-"""What Ray Train holds after ``ray_dcp.train.report``: the checkpoint itself, or a pointer to it."""
+"""What Ray Train holds after ``ray_dcp.train.report``: the checkpoint or a pointer to it; and what a run resumes from."""
 
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import ray_dcp as dcp
 from ray_dcp.cluster.train_context import ray_num_to_keep, train_group_spec
 from ray_dcp.format.names import METADATA, POINTER
 from ray_dcp.train import CheckpointCallback, checkpoint_id_of, report
+from ray_dcp.write.writer import StoreWriter
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -28,7 +31,15 @@ class BrokenCallback(CheckpointCallback):
         return super().__getattribute__(name)
 
 
-def trainer(loop: Any, config: dict[str, Any], *, name: str, folder: Path, num_workers: Any = (1, 2)) -> TorchTrainer:
+def trainer(
+    loop: Any,
+    config: dict[str, Any],
+    *,
+    name: str,
+    folder: Path,
+    callback: CheckpointCallback,
+    num_workers: Any = (1, 2),
+) -> TorchTrainer:
     return TorchTrainer(
         loop,
         train_loop_config=config,
@@ -38,7 +49,7 @@ def trainer(loop: Any, config: dict[str, Any], *, name: str, folder: Path, num_w
             storage_path=str(folder),
             failure_config=ray.train.FailureConfig(max_failures=1),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-            callbacks=[BrokenCallback()],
+            callbacks=[callback],
         ),
     )
 
@@ -79,7 +90,7 @@ def committed_steps(folder: Path) -> list[str]:
 def test_a_checkpoint_of_the_run_is_reported_as_it_lies(ray_cluster: None, tmp_path: Path) -> None:
     notes = notes_folder(tmp_path)
     config = {"root": None, "notes": str(notes), "last": 4, "fails_after": 3}
-    result = trainer(save_and_report, config, name="inside", folder=tmp_path).fit()
+    result = trainer(save_and_report, config, name="inside", folder=tmp_path, callback=BrokenCallback()).fit()
 
     seen = result.return_value
     # The run went on although every hook of its callback raised, and resumed from our newest checkpoint: Ray's may
@@ -107,18 +118,60 @@ def test_a_checkpoint_of_the_run_is_reported_as_it_lies(ray_cluster: None, tmp_p
     assert set(committed_steps(tmp_path / "inside")) >= {"step-00000003", "step-00000004"}
 
 
-def test_a_checkpoint_elsewhere_is_reported_as_a_pointer(ray_cluster: None, tmp_path: Path) -> None:
-    root = tmp_path / "elsewhere"
-    config = {"root": str(root), "notes": str(notes_folder(tmp_path)), "last": 3, "fails_after": 2}
-    result = trainer(save_and_report, config, name="pointed", folder=tmp_path, num_workers=1).fit()
+class SlowWriter(StoreWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        time.sleep(1.0)
+        return super().write_data(plan, planner)
 
+
+def save_elsewhere_and_fail_in_a_save(config: dict[str, Any]) -> dict[str, Any]:
+    """Save and report two steps, and fail while a third is saved in the background; go on with a fourth."""
+    manager = dcp.CheckpointManager(config["root"])
+    resumed = manager.load({"value": torch.zeros(4)})
+    known = ray.train.get_checkpoint()
+    if resumed is None:
+        for step in (1, 2):
+            report({"step": step}, checkpoint=manager.save(step, {"value": torch.ones(4)}))
+        writer = SlowWriter(manager.checkpoint_id(3), step=3, metrics=None)
+        dcp.async_save({"value": torch.ones(4)}, storage_writer=writer)
+        raise RuntimeError("broken on purpose")
+    for step in (4, 5):
+        report({"step": step}, checkpoint=manager.save(step, {"value": torch.ones(4)}))
+    return {"resumed": resumed, "known": known and checkpoint_id_of(known)}
+
+
+@dataclass(frozen=True)
+class RunElsewhere:
+    """A run whose checkpoints lie elsewhere than what Ray Train keeps of it."""
+
+    result: ray.train.Result
+    root: Path
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def elsewhere(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> RunElsewhere:
+    folder = tmp_path_factory.mktemp("pointed")
+    loop, config = save_elsewhere_and_fail_in_a_save, {"root": str(folder / "elsewhere")}
+    whole = CheckpointCallback(spare_packages=())
+    run = trainer(loop, config, name="pointed", folder=folder, num_workers=1, callback=whole)
+    return RunElsewhere(run.fit(), folder / "elsewhere", folder / "pointed")
+
+
+def test_training_resumes_from_a_save_that_was_under_way_when_it_failed(elsewhere: RunElsewhere) -> None:
+    assert elsewhere.result.error is None
+    assert elsewhere.result.return_value["resumed"] == 3
+    assert committed_steps(elsewhere.root) == [f"step-0000000{step}" for step in (1, 2, 3, 4, 5)]
+
+
+def test_a_checkpoint_elsewhere_is_reported_as_a_pointer(elsewhere: RunElsewhere) -> None:
+    result, root = elsewhere.result, elsewhere.root
     # It failed on the way, and what Ray knew then were pointers, of which the last may have been on its way.
-    assert result.return_value["resumed"] == 2
     assert result.return_value["known"] in [str(root / f"step-0000000{step}") for step in (1, 2)]
     assert result.checkpoint is not None
     assert os.listdir(result.checkpoint.path) == [POINTER]
-    assert Path(result.checkpoint.path).parent == tmp_path / "pointed"
-    assert checkpoint_id_of(result.checkpoint) == str(root / "step-00000003")
-    # Ray has deleted a pointer, and none of what they pointed at.
-    assert len(list((tmp_path / "pointed").rglob(POINTER))) == 2
-    assert committed_steps(root) == [f"step-0000000{step}" for step in (1, 2, 3)]
+    assert Path(result.checkpoint.path).parent == elsewhere.folder
+    assert checkpoint_id_of(result.checkpoint) == str(root / "step-00000005")
+    # Ray has deleted pointers, and none of what they pointed at.
+    assert len(list(elsewhere.folder.rglob(POINTER))) == 2
+    assert committed_steps(root) == [f"step-0000000{step}" for step in (1, 2, 3, 4, 5)]
