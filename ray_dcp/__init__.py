@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from ray_dcp import stateful as stateful
     from ray_dcp import storage as storage
     from ray_dcp import train as train
-    from ray_dcp.api import AsyncSaveResponse, LoadReport, async_save, load, save
+    from ray_dcp.api import AsyncSaveResponse, LoadReport, async_save, load, save, warm_up
     from ray_dcp.catalog.facts import CheckpointInfo
     from ray_dcp.cluster.current import current_group
     from ray_dcp.cluster.group import RankGroup
@@ -80,6 +80,7 @@ _HOME = {
     "save": "ray_dcp.api",
     "async_save": "ray_dcp.api",
     "load": "ray_dcp.api",
+    "warm_up": "ray_dcp.api",
     "save_state_dict": "ray_dcp.state_dict_saver",
     "load_state_dict": "ray_dcp.state_dict_loader",
     "AsyncSaveResponse": "ray_dcp.api",
@@ -107,6 +108,7 @@ __all__ = [
     "save",
     "async_save",
     "load",
+    "warm_up",
     "AsyncSaveResponse",
     "LoadReport",
     "LocalShards",

@@ -37,6 +37,7 @@ from ray_dcp.protocol.rank.plugin_arguments import require_planner, require_stor
 from ray_dcp.protocol.rank.report import LoadReport
 from ray_dcp.protocol.rank.save import SaveRequest
 from ray_dcp.protocol.rank.save import save as save_rank
+from ray_dcp.protocol.rank.warm_up import warm_up as warm_up_rank
 from ray_dcp.protocol.solo import SoloGroup
 from ray_dcp.protocol.steps import (
     KnownReader,
@@ -193,6 +194,47 @@ def async_save(
             request = _save_request(call, state_dict, checkpoint_id, writer, planner, use_collectives, check)
         response = save_behind(replace(request, busy=busy), call, saves, turn, stager)
     return saves.tell_earlier("asynchronous save", response)
+
+
+def warm_up(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    group: RankGroup | None = None,
+    no_dist: bool = False,
+    max_in_flight: int | None = None,
+) -> int:
+    """Make ready for asynchronous saves of this state dict, ahead of the first one; every rank calls this.
+
+    It plans as a save does, which needs all ranks: what one writes depends on what the others have. Then it allocates
+    memory for ``max_in_flight`` saves of what this rank would write, and starts the agent of the node. The first
+    ``async_save`` then takes no memory and is handed over before it returns. Returns the bytes that this rank would
+    stage; nothing is written.
+
+    What the state dict does not have yet is not counted: where the optimizer gets its state in the first step, call
+    this after that step, or after a load. With a planner or writer of your own the memory is not known ahead.
+    ``checkpoint_id`` may be left out; other arguments as in ``async_save``. Raises what that raises. Where there is not
+    enough memory for all saves it logs a warning.
+    """
+    writer = known_writer(storage_writer if storage_writer is not None else StoreWriter())
+    ranks = ranks_of(group, process_group, no_dist)
+    with preparing("warm-up", ranks):
+        limit = InFlight.from_variables(os.environ, max_in_flight=max_in_flight)
+    call, saves = _start_call("warm-up", writer.named(checkpoint_id), ranks)
+    with saves.noting_earlier():
+        with phase(call, Phase.COLLECT):
+            require_storage(writer.writer, "storage_writer")
+            require_planner(planner, "save")
+            is_place = checkpoint_id is not None or storage_writer is not None
+            location = _locate(call, checkpoint_id, writer, "storage_writer") if is_place else ""
+            steps = save_steps(default_save_planner(planner), writer.writer, call)
+        saves.buffers.allow(limit.max_in_flight)
+        request = SaveRequest(state_dict, location, steps, ReplicaCheck("off"))
+        nbytes = warm_up_rank(request, call, saves.buffers)
+    return saves.tell_earlier("warm-up", nbytes)
 
 
 @second_argument_is("storage_reader")
@@ -384,4 +426,5 @@ __all__ = [
     "reset_first",
     "save",
     "tell_earlier",
+    "warm_up",
 ]

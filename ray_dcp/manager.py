@@ -25,6 +25,7 @@ from ray_dcp.api import (
     require_group,
     save,
     tell_earlier,
+    warm_up,
 )
 from ray_dcp.catalog.facts import CheckpointInfo, describe
 from ray_dcp.catalog.listing import find_step, list_checkpoints
@@ -129,6 +130,15 @@ class CheckpointManager:
         drain = self._pacer.drain_begins()
         response.add_done_callback(lambda _: drain.end())
         return response
+
+    def warm_up(self, state_dict: Mapping[str, Any]) -> int:
+        """Make ready for asynchronous saves, as ``ray_dcp.warm_up``; every rank calls this.
+
+        Returns the bytes that this rank would stage. Call it when the optimizer has its state: after a load, or after
+        the first step.
+        """
+        options = {"group": self._group, "max_in_flight": self._in_flight["max_in_flight"]}
+        return warm_up(state_dict, checkpoint_id=self.checkpoint_id(0), **options)
 
     def due(self, step: int) -> Due:
         """Whether to save ``step`` now, as ``if manager.due(step): manager.save(step, ...)``; ``.why`` says by what.

@@ -50,6 +50,10 @@ class Call(Protocol):
         """Tell the others that this rank has failed; never raises."""
         ...
 
+    def ready_deputy(self, *, wait: bool) -> bool:
+        """Whether there is a deputy that is up. It starts by this, if need be, and this may ``wait`` for it."""
+        ...
+
     def hand_over(self, part: StagedPart, *, wait: bool) -> DeputyJob | None:
         """Give this rank's write part to a deputy, which takes it whatever becomes of the rank from then on.
 

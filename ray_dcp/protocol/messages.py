@@ -349,6 +349,7 @@ class Exchange(Generic[PartT, AnswerT]):
 
 
 PLAN_SAVE = Exchange[SavePart, FinalTable | SavePlan | ShowReplicas | Paced | SaveSkipped](Phase.PLAN)
+PLAN_WARM_UP = Exchange[SavePart, FinalTable | None](Phase.PLAN)
 PLAN_SAVE_HERE = Exchange[GlobalSavePlan | None, SavePlan | ShowReplicas | Paced](Phase.GLOBAL_PLAN)
 WRITE = Exchange[Results | ResultsWithReplicas | SealedPart, Metadata | CommittedWithReplicas](Phase.WRITE)
 COMMIT = Exchange[Metadata | None, Metadata | CommittedWithReplicas](Phase.COMMIT)

@@ -115,6 +115,9 @@ class SoloCall:
         """Note that the call has failed: there is nobody else to tell."""
         self._tell_ended(committed=False)
 
+    def ready_deputy(self, *, wait: bool) -> bool:
+        return self._writers is not None and self._writers.ready(wait=wait)
+
     def hand_over(self, part: StagedPart, *, wait: bool) -> DeputyJob | None:
         if self._writers is None or (part.file is not None and not opened_alike_elsewhere(part.file.place)):
             return None

@@ -91,6 +91,10 @@ class SaveSteps(Protocol):
         """Copy what is to be written (``resolve_data``), and only that: afterwards the state may change."""
         ...
 
+    def nbytes_to_stage(self) -> int:
+        """So many bytes of a buffer ``stage`` needs; 0 where it needs none."""
+        ...
+
     def staged_part(self) -> StagedPart | None:
         """What another process can write, where all is staged in shared memory; else None."""
         ...

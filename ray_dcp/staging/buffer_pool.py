@@ -136,17 +136,18 @@ class BufferPool:
             buffer.close()
             self._changed.notify_all()
 
-    def prepare(self, nbytes: int) -> None:
+    def prepare(self, nbytes: int, *, max_nbytes: int | None = None) -> None:
         """Make all buffers that are not in use ready for ``nbytes``: the next saves then take no memory.
 
-        Raises ``StagingMemoryError`` where there is not enough for all of them; those for which there is stay.
+        With ``max_nbytes``, as ``take`` has it, it is as many as may be. Raises ``StagingMemoryError`` where there is not
+        enough for all of them; those for which there is stay.
         """
         taken: list[SharedBuffer] = []
         try:
             while len(taken) < self.num_buffers:
-                taken.append(self._taken_as_it_is(nbytes, timeout_s=0))
+                taken.append(self._taken_as_it_is(nbytes, timeout_s=0, max_nbytes=max_nbytes))
         except StagingBusyError:
-            pass  # whoever has the others has made them as large as they need to be
+            pass  # whoever has the others has made them as large as they need to be, or there may be no more
         finally:
             for buffer in taken:
                 self._put_back(buffer)

@@ -31,8 +31,11 @@ class ThreadAgent:
         self.is_gone = True
         self._coordinators[-1].deputy_lost(self.name, "killed")
 
+    def ready(self, *, wait: bool) -> bool:
+        return self.is_up.wait(within(60) if wait else 0) and not self.is_gone
+
     def take(self, job: DeputyJob, *, wait: bool) -> Told | None:
-        if not self.is_up.wait(within(60) if wait else 0) or self.is_gone:
+        if not self.ready(wait=wait):
             return None
         self.taken.append((job.handed_over.rank, pickle.loads(job.handed_over.call_id).number))
         return self.agent.take(job)

@@ -10,6 +10,7 @@ from ray_dcp import CheckpointException
 from ray_dcp.staging.buffer_errors import StagingMemoryError
 from ray_dcp.staging.shared_buffer import SharedBuffer
 from ray_dcp.write.writer import StoreWriter
+from tests.protocol.test_async_save import _no_save_left_behind  # noqa: F401 - nor any buffer
 from tests.protocol.test_loads_from_memory import Node, state_of
 from tests.ranks import require_no_errors
 from tests.slack import within

@@ -55,12 +55,11 @@ class AgentLink:
                 self._up = self._handle.is_up.remote()
             return self._handle, self._up
 
-    def take(self, job: DeputyJob, *, wait: bool) -> Told | None:
-        """Give ``job`` to the agent. None where there is none: not yet, unless this is to ``wait`` for it, or no more.
+    def ready(self, *, wait: bool) -> bool:
+        return self._found_up(wait=wait) is not None
 
-        The rank then does it by itself, carefully where what is returned says ``taken_back``: an agent that does not
-        answer may have the job.
-        """
+    def _found_up(self, *, wait: bool) -> Any:
+        """The handle of the agent, which is up. None where there is none, which is logged unless it may come yet."""
         agent, up = None, None
         try:
             agent, up = self.start()
@@ -72,6 +71,17 @@ class AgentLink:
             ray.get(up)
         except RayError as error:
             self._lost(agent, f"is not there: {first_line_of(error)}")
+            return None
+        return agent
+
+    def take(self, job: DeputyJob, *, wait: bool) -> Told | None:
+        """Give ``job`` to the agent. None where there is none: not yet, unless this is to ``wait`` for it, or no more.
+
+        The rank then does it by itself, carefully where what is returned says ``taken_back``: an agent that does not
+        answer may have the job.
+        """
+        agent = self._found_up(wait=wait)
+        if agent is None:
             return None
         try:
             told: Told = ray.get(agent.take.remote(job), timeout=_TAKE_TIMEOUT_S)

@@ -91,17 +91,27 @@ class WriterProcess:
         self._numbers = itertools.count()
         self._warned = self._cannot_start = False
 
-    def take(self, job: DeputyJob, *, wait: bool) -> Writing | None:
-        """Give ``job`` to the child: from then on it needs this process no more.
+    def ready(self, *, wait: bool) -> bool:
+        """Whether there is a child that is up. It starts by this, if need be, and this may ``wait`` for it."""
+        return self._found_up(wait=wait) is not None
 
-        None where there is no child: not yet, unless this is to ``wait`` for it, or it cannot take this job.
-        """
+    def _found_up(self, *, wait: bool) -> _Child | None:
         child = self._started()
         if child is None:
             return None
         if not child.is_up(_STARTS_IN_S if wait and not self._warned else 0):
             if wait and not child.is_lost:
                 self._say_once(f"has not started within {_STARTS_IN_S:g} s")
+            return None
+        return child
+
+    def take(self, job: DeputyJob, *, wait: bool) -> Writing | None:
+        """Give ``job`` to the child: from then on it needs this process no more.
+
+        None where there is no child: not yet, unless this is to ``wait`` for it, or it cannot take this job.
+        """
+        child = self._found_up(wait=wait)
+        if child is None:
             return None
         number = next(self._numbers)
         taken = child.ask(TakeJob(number, job), number)

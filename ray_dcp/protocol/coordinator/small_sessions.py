@@ -8,11 +8,15 @@ from typing import ClassVar
 from ray_dcp.catalog.facts import CheckpointInfo
 from ray_dcp.catalog.newest import newest_step
 from ray_dcp.errors import StateDictError
+from ray_dcp.format.manifest import Manifest, encode_manifest
+from ray_dcp.planning.save_plan.plan_table import PlanTable
+from ray_dcp.planning.save_plan.state_planner import StatePlanner
 from ray_dcp.protocol.coordinator.load_session import LoadSession
 from ray_dcp.protocol.coordinator.save_session import SaveSession
 from ray_dcp.protocol.coordinator.session import Session, one_checkpoint_id
-from ray_dcp.protocol.messages import CHOOSE, FailedLoad, Message
+from ray_dcp.protocol.messages import CHOOSE, PLAN_WARM_UP, FailedLoad, FinalTable, Message
 from ray_dcp.settings import Phase
+from ray_dcp.write.writer import ShardTarget
 
 
 class NewestSession(Session):
@@ -43,6 +47,31 @@ class NewestSession(Session):
         return None
 
 
+class WarmUpSession(Session):
+    """What a save would be planned to be, for ranks that make ready for it: no attempt, and nothing is looked at.
+
+    The answer is None where a plan or writer is the user's: what is known then is too little.
+    """
+
+    first_phase: ClassVar[Phase] = Phase.PLAN
+    checkpoint_id = ""
+
+    def step(self, phase: Phase, parts: Sequence[Message]) -> Sequence[FinalTable | None]:
+        # What the first one imports takes half a second, which the first commit would.
+        encode_manifest(Manifest([], world_size=len(parts), attempt="", metadata_digest="", created=0.0))
+        plans = [part.plan for part in PLAN_WARM_UP.parts(parts)]
+        tables = [plan for plan in plans if isinstance(plan, PlanTable)]
+        carried = PLAN_WARM_UP.parts(parts)[0].carried
+        planner = carried.unpack()[0] if carried is not None and len(tables) == len(parts) else None
+        if type(planner) is not StatePlanner:
+            return [None] * len(parts)
+        kept = planner.create_global_table(tables).kept
+        return [FinalTable(of_rank, ShardTarget(rank, "")) for rank, of_rank in enumerate(kept)]
+
+    def next_phase(self, phase: Phase) -> Phase | None:
+        return None
+
+
 class BarrierSession(Session):
     """A barrier: its only phase is complete when all ranks have arrived."""
 
@@ -60,5 +89,6 @@ SESSIONS: Mapping[str, Callable[[], Session]] = {
     "save": SaveSession,
     "load": LoadSession,
     "newest": NewestSession,
+    "warm-up": WarmUpSession,
     "barrier": BarrierSession,
 }

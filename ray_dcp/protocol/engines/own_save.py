@@ -123,11 +123,10 @@ class OwnSave(PluginSave):
         if not self._by_columns:
             super().stage(buffers)
             return
-        target, items = cast(ShardTarget, self.final_plan.storage_data), self.final_plan.items
-        if not items:
+        file = self._file_to_stage()
+        if file is None:
             self._staged = _Staged(None, None, buffers)
             return
-        file = FileToStage(shard_key(target), target.rank, items, self._planner)
         try:
             max_nbytes = staging_nbytes_from(os.environ)
             buffer = buffers.take(file.nbytes, look=self._call.progress.advance, max_nbytes=max_nbytes)
@@ -142,6 +141,14 @@ class OwnSave(PluginSave):
         except BaseException:
             buffers.give_back(buffer)
             raise
+
+    def nbytes_to_stage(self) -> int:
+        file = self._file_to_stage() if self._by_columns else None
+        return 0 if file is None else file.nbytes
+
+    def _file_to_stage(self) -> FileToStage | None:
+        target, items = cast(ShardTarget, self.final_plan.storage_data), self.final_plan.items
+        return FileToStage(shard_key(target), target.rank, items, self._planner) if items else None
 
     def staged_part(self) -> StagedPart | None:
         if self._is_written:

@@ -215,6 +215,9 @@ class PluginSave:
         staged = staged_copies(self._planner, self.final_plan, self._call.progress)
         self._planner = StagedPlanner(self._planner, self.final_plan, staged)
 
+    def nbytes_to_stage(self) -> int:
+        return 0
+
     def staged_part(self) -> StagedPart | None:
         return None
 

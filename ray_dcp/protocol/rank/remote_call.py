@@ -50,6 +50,10 @@ class Link(Protocol):
 class Deputies(Protocol):
     """A rank's way to the agent of its node."""
 
+    def ready(self, *, wait: bool) -> bool:
+        """Whether it is up. It starts by this, if need be, and this may ``wait`` for it for a while."""
+        ...
+
     def take(self, job: DeputyJob, *, wait: bool) -> Told | None:
         """Give ``job`` to it; None where there is none: not yet, unless this is to ``wait`` for it, or no more.
 
@@ -130,6 +134,9 @@ class RemoteCall:
             self.progress.phase = working_on
         self._exchanged.append(Exchanged(str(phase), message, answer))
         return exchange.answer(decode(answer))
+
+    def ready_deputy(self, *, wait: bool) -> bool:
+        return self._deputies is not None and self._deputies.ready(wait=wait)
 
     def hand_over(self, part: StagedPart, *, wait: bool) -> DeputyJob | None:
         if self._deputies is None:
