@@ -139,7 +139,7 @@ class BufferPool:
     def prepare(self, nbytes: int, *, max_nbytes: int | None = None) -> None:
         """Make all buffers that are not in use ready for ``nbytes``: the next saves then take no memory.
 
-        With ``max_nbytes``, as ``take`` has it, it is as many as may be. Raises ``StagingMemoryError`` where there is not
+        With ``max_nbytes``, as ``take`` has it, as many as may be. Raises ``StagingMemoryError`` where there is not
         enough for all of them; those for which there is stay.
         """
         taken: list[SharedBuffer] = []

@@ -1,4 +1,4 @@
-"""A save that is under way when Ray Train stops a worker is finished; a run that goes on from it: ``test_reporting``."""
+"""A save that is under way when Ray Train stops a worker is finished; runs that go on from it: ``test_reporting``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ray Train holds after ``ray_dcp.train.report``: the checkpoint or a pointer to it; and what a run resumes from."""
+"""What Ray Train holds after ``ray_dcp.train.report``: the checkpoint or a pointer, and what a run resumes from."""
 
 from __future__ import annotations
 
