@@ -34,9 +34,9 @@ class BufferPool:
     ) -> None:
         """``on_new`` is called with each buffer that is made, before it is used: it may pin its memory.
 
-        ``spares_newest``: the buffer that was given back last is taken only where all others are in use, since a node's
-        agent may offer what is in it. ``make_room`` is called where there is no memory for another buffer, before it is
-        tried once more.
+        ``spares_newest``: the buffer that was given back last, with something of use in it, is taken only where all
+        others are in use, since a node's agent may offer what is in it. ``make_room`` is called where there is no
+        memory for another buffer, before it is tried once more.
         """
         assert num_buffers > 0
         self.num_buffers = num_buffers
@@ -44,7 +44,7 @@ class BufferPool:
         self._spares_newest = spares_newest
         self._make_room = make_room
         self._newest: SharedBuffer | None = None
-        """The buffer that was given back last."""
+        """The buffer that was given back last with something of use in it."""
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._free: list[SharedBuffer] = []
@@ -113,9 +113,13 @@ class BufferPool:
                 raise
             return self._newest_of_all(nbytes)
 
-    def give_back(self, buffer: SharedBuffer) -> None:
-        """Let ``buffer`` be taken again: nobody writes to it any more but whoever takes it next."""
-        self._newest = buffer
+    def give_back(self, buffer: SharedBuffer, *, is_newest: bool = True) -> None:
+        """Let ``buffer`` be taken again: nobody writes to it any more but whoever takes it next.
+
+        ``is_newest``: whether it holds something of use, so that it is the one to be spared.
+        """
+        if is_newest:
+            self._newest = buffer
         self._put_back(buffer)
 
     def _put_back(self, buffer: SharedBuffer) -> None:

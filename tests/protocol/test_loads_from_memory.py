@@ -11,10 +11,9 @@ import ray_dcp as dcp
 from ray_dcp.format.manifest import decode_manifest
 from ray_dcp.format.names import BLOCK_NBYTES, parse_shard_file
 from ray_dcp.protocol.coordinator.coordinator import Coordinator
-from ray_dcp.protocol.node_agent import NodeAgent
 from ray_dcp.protocol.rank.background import BackgroundSaves
 from ray_dcp.staging.shared_buffer import SharedBuffer
-from tests.protocol.handed_saves import DirectLink
+from tests.protocol.agents_in_process import ThreadAgent
 from tests.ranks import ThreadGroup, ThreadRanks, require_no_errors
 from tests.slack import within
 from tests.staging.own_process import descriptors
@@ -23,47 +22,12 @@ COLUMNS = 3 * BLOCK_NBYTES // 8
 """So many that a rank's rows are several blocks, and a load of some columns needs parts of all of them."""
 
 
-class WaitingLink(DirectLink):
-    """An agent's way to the coordinator, which answers when all ranks' parts are there."""
-
-    def deliver(self, call_id, rank, phase, message, again):
-        return self._ask(
-            phase,
-            call_id,
-            rank,
-            lambda to, one: to.contribute(one, rank, phase, message, again=again).result(within(30)),
-        )
-
-    def progress(self, call_id, rank, mark, nbytes):
-        return self._ask(
-            "progress", call_id, rank, lambda to, one: to.deputy_progress(one, rank, "agent", mark, nbytes)
-        )
-
-
-class AgentHere:
-    """The ``Deputies`` of ranks that are threads: an agent in the same process."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self.agent = NodeAgent(WaitingLink([coordinator], "agent"), pulse_s=within(60))
-        self.asked = 0
-
-    def take(self, job, *, wait):
-        return self.agent.take(job)
-
-    def told(self, job, look):
-        return self.agent.told(job.handed_over.call_id, job.handed_over.rank)
-
-    def held(self, place):
-        self.asked += 1
-        return self.agent.memory.held(place)
-
-
 class Node:
     """Two ranks that save in the background, and whoever loads after them, with one agent."""
 
     def __init__(self) -> None:
         coordinator = Coordinator("threads")
-        self.deputies = AgentHere(coordinator)
+        self.deputies = ThreadAgent([coordinator])
         self.ranks = ThreadRanks(2, coordinator=coordinator, deputies=self.deputies)
         self.groups = [ThreadGroup(self.ranks, rank) for rank in range(2)]
         for group in self.groups:
@@ -153,6 +117,19 @@ def test_the_step_before_is_there_until_the_next_one_is_committed_and_not_after(
     assert node.load(tmp_path / "2", 1, 2.0)[0].nbytes_read == 0
 
 
+def test_a_save_that_fails_leaves_the_one_before_in_memory_also_for_the_next(node, tmp_path):
+    node.save(tmp_path / "c", 1.0)
+    (tmp_path / "fails" / ".metadata").mkdir(parents=True)
+    with pytest.raises(dcp.CheckpointException, match="metadata"):
+        node.save(tmp_path / "fails", 2.0)
+    pools = [group.background.buffers for group in node.groups]
+    taken = [(pool, pool.take(1)) for pool in pools]
+    lose_shards(tmp_path / "c")
+    assert node.load(tmp_path / "c", 2, 1.0)[0].nbytes_read == 0
+    for pool, buffer in taken:
+        pool.give_back(buffer)
+
+
 def flip(node, place, offset_of, entry):
     """Flip a bit of an entry's payload in the buffer of the rank that has staged it."""
     for file in node.deputies.held(str(place)):
@@ -219,7 +196,7 @@ def test_without_a_manifest_nothing_is_taken_from_memory(node, tmp_path):
     node.save(tmp_path / "c", 1.0)
     (tmp_path / "c" / "manifest.parquet").unlink()
     (report,) = node.load(tmp_path / "c", 1, 1.0)
-    assert (node.deputies.asked, report.nbytes_by_place) == (0, {"storage": report.nbytes_read})
+    assert report.nbytes_by_place == {"storage": report.nbytes_read}
 
 
 def test_ranks_that_keep_nothing_in_memory_leave_nothing_to_read_there(node, tmp_path, monkeypatch):

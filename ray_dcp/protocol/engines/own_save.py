@@ -31,7 +31,7 @@ from ray_dcp.protocol.call import phase
 from ray_dcp.protocol.deputy import SealedPart
 from ray_dcp.protocol.engines.locations import OwnLocation
 from ray_dcp.protocol.engines.plugin_save import PluginSave
-from ray_dcp.protocol.messages import FinalTable, Results, ResultsWithReplicas, SavePart, encode
+from ray_dcp.protocol.messages import CommittedWithReplicas, FinalTable, Results, ResultsWithReplicas, SavePart, encode
 from ray_dcp.protocol.node_agent import FileJob, StagedPart
 from ray_dcp.settings import Phase, staging_nbytes_from
 from ray_dcp.staging.buffer_errors import StagingMemoryError
@@ -101,6 +101,7 @@ class OwnSave(PluginSave):
 
     _by_columns = False
     _staged: _Staged | None = None
+    _is_committed = False
     _written: Results | ResultsWithReplicas | SealedPart = None
     """What was written in place of being staged."""
     _is_written = False
@@ -139,7 +140,7 @@ class OwnSave(PluginSave):
         try:
             self._staged = _Staged(file.copy_to(buffer.memory), buffer, buffers)
         except BaseException:
-            buffers.give_back(buffer)
+            buffers.give_back(buffer, is_newest=False)
             raise
 
     def nbytes_to_stage(self) -> int:
@@ -178,8 +179,16 @@ class OwnSave(PluginSave):
 
     def release(self, *, to_others: bool) -> None:
         if self._staged is not None and self._staged.buffer is not None:
-            (self._staged.pool.leave if to_others else self._staged.pool.give_back)(self._staged.buffer)
+            if to_others:
+                self._staged.pool.leave(self._staged.buffer)
+            else:  # where nothing was committed the file before is of more use in memory
+                self._staged.pool.give_back(self._staged.buffer, is_newest=self._is_committed)
         self._staged = None
+
+    def end(self, committed: Metadata | CommittedWithReplicas) -> Metadata:
+        metadata = super().end(committed)
+        self._is_committed = True
+        return metadata
 
     def _results_to_send(self, results: Sequence[WriteResult]) -> Results:
         if not self._by_columns:
