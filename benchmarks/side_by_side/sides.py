@@ -133,7 +133,7 @@ class RayDcpSide:
         return saving.staging_completion, saving.upload_completion
 
     def warm_up(self, state: dict[str, Any], folder: str) -> None:
-        pass
+        ray_dcp.warm_up(state, checkpoint_id=folder)
 
 
 class UncheckedSide(RayDcpSide):
