@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.cluster.agent.deputy_messages import DeputyMessages
@@ -102,8 +103,9 @@ def find_agent(group: str) -> Any:
 
 def tell_agents_of_end(group: str) -> None:
     """Have all agents of ``group``, on whatever node, keep nothing in memory for when it forms anew."""
-    for agent in _agents(lambda name: name.startswith(agent_name(group, ""))):
-        agent.group_ended.remote()
+    with suppress(RayError):  # they end by themselves, later
+        for agent in _agents(lambda name: name.startswith(agent_name(group, ""))):
+            agent.group_ended.remote()
 
 
 def agents_of_node() -> list[Any]:
