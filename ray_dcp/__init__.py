@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from ray_dcp.planning.per_rank import PerRank
     from ray_dcp.pool import RankPool
     from ray_dcp.protocol.exception import CheckpointException, RankFailure
+    from ray_dcp.protocol.rank.overlap import staged
     from ray_dcp.reads.reader import StoreReader
     from ray_dcp.settings import Limits
     from ray_dcp.state.rng_state import RNGState
@@ -81,6 +82,7 @@ _HOME = {
     "async_save": "ray_dcp.api",
     "load": "ray_dcp.api",
     "warm_up": "ray_dcp.api",
+    "staged": "ray_dcp.protocol.rank.overlap",
     "save_state_dict": "ray_dcp.state_dict_saver",
     "load_state_dict": "ray_dcp.state_dict_loader",
     "AsyncSaveResponse": "ray_dcp.api",
@@ -109,6 +111,7 @@ __all__ = [
     "async_save",
     "load",
     "warm_up",
+    "staged",
     "AsyncSaveResponse",
     "LoadReport",
     "LocalShards",

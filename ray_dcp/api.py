@@ -155,6 +155,7 @@ def async_save(
     replica_check_nbytes: int | None = DEFAULT_REPLICA_NBYTES,
     max_in_flight: int | None = None,
     when_busy: str | None = None,
+    overlap: bool = False,
 ) -> AsyncSaveResponse:
     """Save in the background what the state dict holds now; every rank calls this.
 
@@ -168,6 +169,12 @@ def async_save(
     Of one more ``when_busy`` ("wait", or what ``RAY_DCP_WHEN_BUSY`` says) decides: "wait" waits until another has
     ended; "skip" saves nothing, on all ranks, and returns a response whose ``skipped`` is true; "error" raises a
     ``CheckpointException`` on all ranks, whose cause is a ``SavesInFlightError``. All ranks must pass the same.
+
+    With ``overlap`` this returns when all ranks have planned, and a thread copies: *no tensor of the state dict may
+    change in place before that is done*. Steps of torch's optimizers wait for it (``staged``); whatever else changes
+    the state has to, by ``with staged():`` or ``response.staging_completion``. Python values are those at the call. A
+    change that torch counts fails the save on all ranks instead of committing torn values; one through numpy, ``.data``
+    or a fused kernel of yours is not seen. With a planner, writer or stager of yours nothing overlaps.
 
     The response is also a future of the checkpoint's ``Metadata``; a save that has begun cannot be cancelled. A save or
     load that is not asynchronous waits for all saves before it, and so does the interpreter at exit. A failure that
@@ -192,7 +199,7 @@ def async_save(
         with phase(call, Phase.COLLECT):
             check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
             request = _save_request(call, state_dict, checkpoint_id, writer, planner, use_collectives, check)
-        response = save_behind(replace(request, busy=busy), call, saves, turn, stager)
+        response = save_behind(replace(request, busy=busy), call, saves, turn, stager, overlap=overlap)
     return saves.tell_earlier("asynchronous save", response)
 
 

@@ -26,7 +26,7 @@
     |   |-- StagingMemoryError                   there is not enough for a buffer
     |   |-- StagingLostError                     the buffer of another process is gone
     |   |-- StagingBusyError (TimeoutError)      all buffers are in use
-    |   `-- SavesInFlightError / SaveSkippedError   as many saves go on as there may be; one was left out for that
+    |   `-- SavesInFlightError / SaveSkippedError / TornStagingError   too many at once; left out for that; changed
     |-- GroupError
     |   |-- JoinTimeoutError (TimeoutError)      ranks that never joined
     |   |-- RankConflictError                    two ranks joined with one number

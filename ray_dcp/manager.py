@@ -110,14 +110,20 @@ class CheckpointManager:
             return describe(writer.checkpoint_id)
 
     def async_save(
-        self, step: int, state_dict: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        overlap: bool = False,
     ) -> AsyncSaveResponse:
-        """Save a step in the background; returns when the state dict may change.
+        """Save a step in the background; returns when the state dict may change, with ``overlap`` before that.
 
-        ``metrics`` are those of ``save``. Raises what ``ray_dcp.async_save`` raises, and ``ConfigError`` as ``save``. A
-        step that is skipped, with ``when_busy="skip"``, stays due.
+        ``overlap`` is that of ``ray_dcp.async_save``: read there what must wait. ``metrics`` are those of ``save``.
+        Raises what ``ray_dcp.async_save`` raises, and ``ConfigError`` as ``save``. A step that is skipped, with
+        ``when_busy="skip"``, stays due.
         """
-        writer, options = self._writer(step, metrics), self._replica_check | self._in_flight
+        writer, options = self._writer(step, metrics), self._replica_check | self._in_flight | {"overlap": overlap}
         with self._timed(writer), carrying(self._follow):
             response = async_save(state_dict, storage_writer=writer, group=self._group, **options)
         return self._follow(response)

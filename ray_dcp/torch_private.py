@@ -50,6 +50,7 @@ ESSENTIAL: Mapping[str, str] = {
     "torch.UntypedStorage._cdata": "Nothing tells whether two tensors share memory: no save, no load.",
     "torch.distributed.tensor.DTensor._local_tensor": "DTensors are planned, and cannot be, by torch alone.",
     "torch.distributed.distributed_c10d._get_default_store": "Ranks under torchrun do not find each other.",
+    "torch.Tensor._version": "An overlapped staging does not notice that the state was changed meanwhile.",
     "torch.nn.Module._modules": "Names in optimizer state do not lose what wrappers of modules add to them.",
 }
 """Symbols that torch must have: without one, this module is not imported, or what its line says does not work."""
@@ -131,6 +132,11 @@ def default_process_group_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often the tensor, or a view of its memory, was changed in place; None where that is not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
 # fmt: off
 __all__ = [
     "AsyncCollectiveTensor", "ESSENTIAL", "ExtensionRegistry", "MEM_FORMAT_ENCODING", "OPTIONAL", "ShardedTensor",
@@ -139,6 +145,6 @@ __all__ = [
     "disabled_torch_function", "dtype_to_storage_type", "flatten_sharded_tensors", "get_element", "load_entries",
     "make_wrapper_subclass",
     "narrow_tensor_by_index", "neg_view", "new_dtypes", "open_zipfile_reader", "open_zipfile_writer",
-    "rebuild_tensor", "rebuild_tensor_of_late_dtype", "set_element", "to_copy", "user_allowed_globals",
+    "rebuild_tensor", "rebuild_tensor_of_late_dtype", "set_element", "to_copy", "user_allowed_globals", "version_of",
     "walk_as_before_2_4", "wraps_other_tensors",
 ]

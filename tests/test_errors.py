@@ -42,6 +42,7 @@ EXAMPLES = [
     buffer_errors.StagingLostError(path="/proc/17/fd/5", reason="it is another file now"),
     buffer_errors.StagingBusyError(num_buffers=2, waited_s=3.0),
     buffer_errors.SavesInFlightError(max_in_flight=2, busy_ranks=[0, 3]),
+    buffer_errors.TornStagingError(["model.w", "optimizer.step"]),
     buffer_errors.SaveSkippedError(max_in_flight=1, busy_ranks=[1]),
     errors.GroupError("something", group="run-7"),
     errors.JoinTimeoutError(group="run-7", world_size=4, missing_ranks=[1, 3], timeout_s=60),

@@ -91,6 +91,17 @@ class SaveSteps(Protocol):
         """Copy what is to be written (``resolve_data``), and only that: afterwards the state may change."""
         ...
 
+    def begin_staging(self, buffers: BufferPool) -> bool:
+        """Do of ``stage`` what needs the caller, and return whether ``end_staging`` is to do the rest.
+
+        Another thread may do that; tensors must keep their values until then.
+        """
+        ...
+
+    def end_staging(self) -> None:
+        """Copy. Raises ``TornStagingError`` where the state was changed meanwhile."""
+        ...
+
     def nbytes_to_stage(self) -> int:
         """So many bytes of a buffer ``stage`` needs; 0 where it needs none."""
         ...

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ray_dcp.errors import RayDcpError
-from ray_dcp.wording import counted, ranks_text
+from ray_dcp.wording import counted, first_lines, ranks_text
+
+_MAX_TORN = 5
 
 
 class StagingError(RayDcpError):
@@ -73,7 +75,23 @@ class SaveSkippedError(SavesInFlightError):
     """
 
 
+class TornStagingError(StagingError):
+    """The tensors ``names`` were changed in place while they were copied beside the training; nothing is committed.
+
+    Example: ``async_save(..., overlap=True)`` without ``staged(optimizer)``, and a step that is done before the copy.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        listed = ", ".join(first_lines(names, most=_MAX_TORN, kept_in=".names"))
+        super().__init__(
+            f"changed in place while they were copied (overlap=True): {listed}. Register ray_dcp.staged(optimizer), or "
+            "wait for response.staging_completion before anything changes the state"
+        )
+        self.names = tuple(names)
+
+
 __all__ = [
+    "TornStagingError",
     "SaveSkippedError",
     "SavesInFlightError",
     "StagingBusyError",

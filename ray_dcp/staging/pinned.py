@@ -1,6 +1,9 @@
-"""Staging buffers pinned for CUDA: copies from a GPU then run beside the program, at the speed of the bus."""
+"""Staging buffers pinned for CUDA, and side streams: copies from a GPU then run beside the program."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 
@@ -26,8 +29,29 @@ def pin(buffer: SharedBuffer) -> bool:
     return True
 
 
+class BehindNow:
+    """What was asked of these devices' current streams by now; in the block what is asked comes behind that alone.
+
+    Another thread may enter it. Without CUDA devices it does nothing.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        cuda = {device for device in devices if device.type == "cuda"}
+        self._asked = [(device, torch.cuda.current_stream(device).record_event()) for device in cuda]
+        self._streams = ExitStack()
+
+    def __enter__(self) -> None:
+        for device, event in self._asked:
+            stream = torch.cuda.Stream(device)
+            stream.wait_event(event)
+            self._streams.enter_context(torch.cuda.stream(stream))
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.close()
+
+
 def _require_done(code: object) -> None:
     torch.cuda.check_error(int(code))  # type: ignore[call-overload]  # an enum of CUDA's
 
 
-__all__ = ["pin"]
+__all__ = ["BehindNow", "pin"]

@@ -41,6 +41,8 @@ class ShardLayout:
         """Whether the planner gives the state itself, so that all that it gives keeps its values."""
         self.nbytes = 0
         """Length of the file up to the end of what is laid out, in bytes."""
+        self.tensors: list[tuple[int, torch.Tensor]] | None = None
+        """All tensors that were laid out, with the positions of their items, where this is set to a list before."""
         self._tied = _repeats(items, planner)
         self._equal: dict[int, int] = {}
         self._written: dict[Hashable, int] = {}
@@ -61,6 +63,9 @@ class ShardLayout:
         for first in range(0, len(order), num_ahead):
             numbers = order[first : first + num_ahead]
             records = [_resolved(self._items[number], self._planner) for number in numbers]
+            if self.tensors is not None:
+                found = zip(numbers, records, strict=True)
+                self.tensors += [(number, one.tensor) for number, one in found if isinstance(one, TensorRecord)]
             yield [found for found in zip(numbers, records, strict=True) if self._is_placed(*found)]
 
     def note_repeats(self, columns: WrittenColumns) -> None:

@@ -15,9 +15,12 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from ray_dcp.format.names import BLOCK_NBYTES
 from ray_dcp.format.zip_record import RecordFrame
 from ray_dcp.progress import advance
+from ray_dcp.staging.buffer_errors import TornStagingError
 from ray_dcp.staging.sealing import OpenEnds
+from ray_dcp.torch_private import version_of
 from ray_dcp.write.results import WrittenColumns
 from ray_dcp.write.shard_layout import NumberedRecord, ShardLayout, write_records
+from ray_dcp.write.tensor_record import TensorRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,18 @@ class StagedFile:
 class FileToStage:
     """A shard file whose length is known and of which nothing is copied yet."""
 
-    def __init__(self, key: str, rank: int, items: Sequence[WriteItem], planner: SavePlanner) -> None:
-        """Resolve all items. They must keep their values until ``copy_to`` returns.
+    def __init__(
+        self, key: str, rank: int, items: Sequence[WriteItem], planner: SavePlanner, *, watches: bool = False
+    ) -> None:
+        """Resolve all items. They must keep their values until ``copy_to`` returns, which ``watches`` that they do.
 
         What a planner of the user's makes is copied here: it may give the same memory again and again. Raises
         ``StateDictError`` where a tensor is not what the plan says.
         """
         self._layout = ShardLayout(items, planner)
+        self._items = items
+        if watches:
+            self._layout.tensors = []
         self._records: list[NumberedRecord] = []
         for records in self._layout.batches():
             if not self._layout.resolves_in_place:
@@ -49,6 +57,13 @@ class FileToStage:
                     record.keep_values()
             self._records += records
         self._columns = WrittenColumns(key, rank, len(items))
+        self._watched = [(number, tensor, version_of(tensor)) for number, tensor in self._layout.tensors or ()]
+        self._layout.tensors = None
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the tensors are."""
+        return {record.tensor.device for _, record in self._records if isinstance(record, TensorRecord)}
 
     @property
     def nbytes(self) -> int:
@@ -58,13 +73,18 @@ class FileToStage:
     def copy_to(self, memory: memoryview) -> StagedFile:
         """Fill the beginning of ``memory``; the state may change when this returns. It is called once.
 
-        Counts as progress, and raises what the call was interrupted with.
+        Counts as progress, and raises what the call was interrupted with; ``TornStagingError`` where a tensor that is
+        watched was changed in place since this was made.
         """
         sink = StagedBytes(memory)
         write_records(self._records, sink, self._columns)
         self._layout.note_repeats(self._columns)
         sink.copy_payloads()
         self._records = []
+        watched, self._watched = self._watched, []
+        torn = [self._items[number].index.fqn for number, tensor, version in watched if version_of(tensor) != version]
+        if torn:
+            raise TornStagingError(sorted(set(torn)))
         return StagedFile(self._columns.file, self.nbytes, sink.open_ends(), self._columns)
 
 

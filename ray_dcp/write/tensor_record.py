@@ -134,6 +134,11 @@ class TensorRecord:
         self._frame: SmallFrame | RecordFrame = (_small_frame if is_small else _large_frame)(tensor.dtype, tensor.shape)
 
     @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that is written."""
+        return self._tensor
+
+    @property
     def identity(self) -> Hashable:
         """A key that is equal for tiny tensors whose records would be equal. It is asked once.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -36,6 +37,7 @@ from ray_dcp.protocol.node_agent import FileJob, StagedPart
 from ray_dcp.settings import Phase, staging_nbytes_from
 from ray_dcp.staging.buffer_errors import StagingMemoryError
 from ray_dcp.staging.buffer_pool import BufferPool
+from ray_dcp.staging.pinned import BehindNow
 from ray_dcp.staging.shared_buffer import SharedBuffer
 from ray_dcp.trace_points import Point, reached
 from ray_dcp.write.lazy_metadata import CommittedMetadata
@@ -96,10 +98,21 @@ class _Staged:
     """The pool that the buffer is from."""
 
 
+@dataclass(frozen=True, slots=True)
+class _ToCopy:
+    """What is laid out, and the buffer that is taken for it."""
+
+    file: FileToStage
+    buffer: SharedBuffer
+    pool: BufferPool
+
+
 class OwnSave(PluginSave):
     """A rank's half of such a save."""
 
     _by_columns = False
+    _to_copy: _ToCopy | None = None
+    _behind: BehindNow | None = None
     _staged: _Staged | None = None
     _is_committed = False
     _written: Results | ResultsWithReplicas | SealedPart = None
@@ -121,13 +134,36 @@ class OwnSave(PluginSave):
         Where there is no room for that it is written, at once and by this thread: a copy in memory of the process would
         find no more room, and the kernel would kill somebody.
         """
+        if self._laid_out(buffers, watches=False):
+            self.end_staging()
+
+    def begin_staging(self, buffers: BufferPool) -> bool:
+        if not self._laid_out(buffers, watches=True):
+            return False
+        assert self._to_copy is not None
+        self._behind = BehindNow(self._to_copy.file.devices)
+        return True
+
+    def end_staging(self) -> None:
+        assert self._to_copy is not None, "it is laid out, and not copied yet"
+        to_copy, self._to_copy = self._to_copy, None
+        try:
+            with self._behind or nullcontext():
+                file = to_copy.file.copy_to(to_copy.buffer.memory)
+        except BaseException:
+            to_copy.pool.give_back(to_copy.buffer, is_newest=False)
+            raise
+        self._staged = _Staged(file, to_copy.buffer, to_copy.pool)
+
+    def _laid_out(self, buffers: BufferPool, *, watches: bool) -> bool:
+        """Whether there is something to copy, and a buffer for it."""
         if not self._by_columns:
             super().stage(buffers)
-            return
-        file = self._file_to_stage()
+            return False
+        file = self._file_to_stage(watches=watches)
         if file is None:
             self._staged = _Staged(None, None, buffers)
-            return
+            return False
         try:
             max_nbytes = staging_nbytes_from(os.environ)
             buffer = buffers.take(file.nbytes, look=self._call.progress.advance, max_nbytes=max_nbytes)
@@ -136,20 +172,17 @@ class OwnSave(PluginSave):
             with phase(self._call, Phase.WRITE):
                 self._written = super().write()
             self._is_written = True
-            return
-        try:
-            self._staged = _Staged(file.copy_to(buffer.memory), buffer, buffers)
-        except BaseException:
-            buffers.give_back(buffer, is_newest=False)
-            raise
+            return False
+        self._to_copy = _ToCopy(file, buffer, buffers)
+        return True
 
     def nbytes_to_stage(self) -> int:
         file = self._file_to_stage() if self._by_columns else None
         return 0 if file is None else file.nbytes
 
-    def _file_to_stage(self) -> FileToStage | None:
+    def _file_to_stage(self, *, watches: bool = False) -> FileToStage | None:
         target, items = cast(ShardTarget, self.final_plan.storage_data), self.final_plan.items
-        return FileToStage(shard_key(target), target.rank, items, self._planner) if items else None
+        return FileToStage(shard_key(target), target.rank, items, self._planner, watches=watches) if items else None
 
     def staged_part(self) -> StagedPart | None:
         if self._is_written:
@@ -178,6 +211,9 @@ class OwnSave(PluginSave):
         return SealedPart(encode(self._with_shown(file.columns)), crcs.tobytes())
 
     def release(self, *, to_others: bool) -> None:
+        if self._to_copy is not None:
+            self._to_copy.pool.give_back(self._to_copy.buffer, is_newest=False)
+            self._to_copy = None
         if self._staged is not None and self._staged.buffer is not None:
             if to_others:
                 self._staged.pool.leave(self._staged.buffer)

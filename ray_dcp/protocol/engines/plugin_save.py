@@ -215,6 +215,13 @@ class PluginSave:
         staged = staged_copies(self._planner, self.final_plan, self._call.progress)
         self._planner = StagedPlanner(self._planner, self.final_plan, staged)
 
+    def begin_staging(self, buffers: BufferPool) -> bool:
+        self.stage(buffers)
+        return False
+
+    def end_staging(self) -> None:
+        """Do nothing: all is staged."""
+
     def nbytes_to_stage(self) -> int:
         return 0
 

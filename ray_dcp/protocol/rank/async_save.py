@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.node_agent import DeputyJob
 from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
+from ray_dcp.protocol.rank.overlap import note_staging
 from ray_dcp.protocol.rank.save import SaveRequest, plan_save, save, write_save
 from ray_dcp.protocol.rank.user_staging import staged_by, when_staged
 from ray_dcp.protocol.steps import SaveSteps
@@ -28,11 +29,17 @@ from ray_dcp.staging.buffer_pool import BufferPool
 
 
 def save_behind(
-    request: SaveRequest, call: Call, saves: BackgroundSaves, turn: Turn, stager: AsyncStager | None
+    request: SaveRequest,
+    call: Call,
+    saves: BackgroundSaves,
+    turn: Turn,
+    stager: AsyncStager | None,
+    *,
+    overlap: bool = False,
 ) -> AsyncSaveResponse:
     """Begin an asynchronous save; when this returns what is to be written is staged, unless a ``stager`` still stages.
 
-    The response of one that is skipped is done.
+    With ``overlap`` a thread copies it. The response of one that is skipped is done.
     """
     if stager is not None:
         return _save_behind_stager(request, call, saves, turn, stager)
@@ -40,13 +47,41 @@ def save_behind(
         planned = plan_save(request, call)
     except SaveSkippedError as skipped:
         return saves.skipped(skipped, call)
-    steps = stage_save(planned, call, saves.buffers)
+    if overlap:
+        with phase(call, Phase.STAGE):
+            goes_on = planned.begin_staging(saves.buffers)
+        if goes_on:
+            return _stage_behind(planned, call, saves, turn)
+    steps = planned if overlap else stage_save(planned, call, saves.buffers)
     try:
         job = hand_over_save(steps, call, turn)
         return saves.start(lambda: finish_save(steps, call, turn, job), call, turn)
     except BaseException:
         steps.release(to_others=call.deputy_at_work)
         raise
+
+
+def _stage_behind(steps: SaveSteps, call: Call, saves: BackgroundSaves, turn: Turn) -> AsyncSaveResponse:
+    """Leave the copy to a thread, too."""
+    staging: Future[None] = Future()
+
+    def stage_and_finish() -> Metadata:
+        try:
+            with phase(call, Phase.STAGE):
+                steps.end_staging()
+        except BaseException as error:
+            staging.set_exception(error)
+            raise
+        staging.set_result(None)
+        return finish_save(steps, call, turn, None)
+
+    try:
+        response = saves.start(stage_and_finish, call, turn, staging=staging)
+    except BaseException:
+        steps.release(to_others=False)
+        raise
+    note_staging(response)
+    return response
 
 
 def _save_behind_stager(
