@@ -42,14 +42,17 @@ def load_columns(rank, world_size, place, value):
 @pytest.fixture(scope="module")
 def group(ray_session):
     own = Group(NAME)
+    own.spare = []
     yield own
+    own.actors += own.spare
     own.end()
 
 
 def form(group, world_size: int) -> None:
-    """Have the group form anew, of so many ranks: those that live, and new ones in the place of others."""
-    group.actors = group.actors[:world_size]
-    group.actors += [Rank.remote() for _ in range(world_size - len(group.actors))]
+    """Have the group form anew, of so many ranks: those that live, and others in the place of those that do not."""
+    there = group.actors + group.spare
+    there += [Rank.remote() for _ in range(world_size - len(there))]
+    group.actors, group.spare = there[:world_size], there[world_size:]
     joins = [actor.join.remote(NAME, rank, world_size, group.limits) for rank, actor in enumerate(group.actors)]
     group.pids = ray.get(joins, timeout=within(120))
 
