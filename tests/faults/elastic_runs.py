@@ -1,8 +1,9 @@
 """A program of its own: a training that loses nodes and gains nodes, several times, as a RankPool or a TorchTrainer.
 
-``elastic_runs.py pool|trainer FOLDER LOSS...`` keeps its checkpoints in FOLDER/run and prints one JSON object: who was
-lost when, the world sizes over time, how many steps were done more than once, and whether the result is as if nothing
-had happened. After every load each rank compares all that it has with a training of its own, up to that step.
+``elastic_runs.py pool|small-pool|trainer FOLDER LOSS...`` keeps its checkpoints in FOLDER/run and prints one JSON
+object: who was lost when, the world sizes over time, how many steps were done more than once, and whether the result is
+as if nothing had happened. After every load each rank compares all that it has with a training of its own, up to that
+step.
 """
 
 from __future__ import annotations
@@ -386,9 +387,13 @@ def run(mode: str, folder: Path, losses: list[str]) -> dict[str, Any]:
     import ray
 
     started = time.monotonic()
-    train, full_size = {"pool": (train_in_pool, 3), "trainer": (train_in_trainer, 2)}[mode]
+    train, full_size, num_nodes = {
+        "pool": (train_in_pool, 3, 3),
+        "small-pool": (train_in_pool, 2, 2),
+        "trainer": (train_in_trainer, 2, 3),
+    }[mode]
     # One more than the trainer takes: it loses a node and goes on with two, then loses one while these load.
-    nodes, story = Nodes(3), Story(folder, full_size, losses)
+    nodes, story = Nodes(num_nodes), Story(folder, full_size, losses)
     try:
         ray.init(address=nodes.address, log_to_driver=False)
         weight = train(nodes, story, folder / "run")
