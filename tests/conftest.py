@@ -18,6 +18,11 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local test cluster; else
 # When other programs fill the memory, killing these small actors would not help.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
+# Nobody looks at what Ray would tell of tasks and of itself: each of its processes would gather that all the time.
+os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+os.environ.setdefault("RAY_enable_metrics_collection", "0")
+os.environ.setdefault("RAY_event_stats", "0")
+
 # The width of a terminal, which pytest-xdist hands to its processes: output is to be as in a pipe.
 os.environ.pop("COLUMNS", None)
 
