@@ -26,6 +26,7 @@ OF_OTHERS = {
     "_condition": "concurrent.futures",
     "_state": "concurrent.futures",
     "_strip_protocol": "fsspec",
+    "_exit": "os",
 }
 """Private attributes of neither, and whose they are."""
 
