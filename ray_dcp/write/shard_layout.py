@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.format.zip_record import MAX_ROW_PAYLOAD_NBYTES
+from ray_dcp.planning.layouts import is_freed
 from ray_dcp.planning.save_plan.plan_table import Key
-from ray_dcp.planning.save_plan.state_planner import tensor_problem
+from ray_dcp.planning.save_plan.state_planner import StatePlanner, tensor_problem
 from ray_dcp.planning.values.ties import ties_of
 from ray_dcp.write.results import WrittenColumns
 from ray_dcp.write.tensor_record import PythonRecord, RecordSink, Row, TensorRecord
@@ -39,6 +40,8 @@ class ShardLayout:
         self._planner = planner
         self.resolves_in_place = getattr(planner, "resolves_in_place", False) is True
         """Whether the planner gives the state itself, so that all that it gives keeps its values."""
+        self._has_looked = type(planner) is StatePlanner
+        """Whether the planner has looked at each tensor, in this very save."""
         self.nbytes = 0
         """Length of the file up to the end of what is laid out, in bytes."""
         self.tensors: list[tuple[int, torch.Tensor]] | None = None
@@ -62,7 +65,8 @@ class ShardLayout:
         num_ahead = _NUM_AHEAD if self.resolves_in_place else 1
         for first in range(0, len(order), num_ahead):
             numbers = order[first : first + num_ahead]
-            records = [_resolved(self._items[number], self._planner) for number in numbers]
+            has_looked = self._has_looked
+            records = [_resolved(self._items[number], self._planner, has_looked=has_looked) for number in numbers]
             if self.tensors is not None:
                 found = zip(numbers, records, strict=True)
                 self.tensors += [(number, one.tensor) for number, one in found if isinstance(one, TensorRecord)]
@@ -129,11 +133,11 @@ def _repeats(items: Sequence[WriteItem], planner: SavePlanner) -> dict[int, int]
     return repeats
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> TensorRecord | PythonRecord:
+def _resolved(item: WriteItem, planner: SavePlanner, *, has_looked: bool) -> TensorRecord | PythonRecord:
     value = planner.resolve_data(item)
     if isinstance(value, io.BytesIO):
         return PythonRecord(value.getbuffer())
-    _require_as_planned(item, value)
+    _require_as_planned(item, value, has_looked=has_looked)
     return TensorRecord(value)
 
 
@@ -144,8 +148,9 @@ def _planned_nbytes(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def _require_as_planned(item: WriteItem, value: torch.Tensor) -> None:
-    problem = tensor_problem(value)
+def _require_as_planned(item: WriteItem, value: torch.Tensor, *, has_looked: bool) -> None:
+    # That its memory is still there is looked at again: nothing else about it can change.
+    problem = None if has_looked and not is_freed(value) else tensor_problem(value)
     if problem:
         raise StateDictError(f"{item.index.fqn}: {problem}")
     if item.tensor_data is not None and value.shape != item.tensor_data.chunk.sizes:

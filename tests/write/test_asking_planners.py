@@ -46,7 +46,9 @@ def test_a_save_planner_of_the_user_s_may_give_the_same_memory_again_and_again(t
 def test_our_own_planner_is_asked_for_several(tmp_path, monkeypatch):
     asked = []
     resolve = shard_layout._resolved
-    monkeypatch.setattr(shard_layout, "_resolved", lambda item, planner: asked.append(item) or resolve(item, planner))
+    monkeypatch.setattr(
+        shard_layout, "_resolved", lambda item, *rest, **more: asked.append(item) or resolve(item, *rest, **more)
+    )
     when = []
 
     def observe(point):

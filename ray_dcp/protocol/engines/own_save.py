@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ray_dcp.errors import StateDictError
 from ray_dcp.format.manifest import DifferingReplicas
+from ray_dcp.gc_pause import collector_paused
 from ray_dcp.pace.interval import Figures, Interval
 from ray_dcp.planning.save_plan.global_plan import GlobalTable
 from ray_dcp.planning.save_plan.plan_table import Key, PlanTable
@@ -135,7 +136,8 @@ class OwnSave(PluginSave):
         find no more room, and the kernel would kill somebody.
         """
         if self._laid_out(buffers, watches=False):
-            self.end_staging()
+            with collector_paused():
+                self.end_staging()
 
     def begin_staging(self, buffers: BufferPool) -> bool:
         if not self._laid_out(buffers, watches=True):
@@ -160,7 +162,8 @@ class OwnSave(PluginSave):
         if not self._by_columns:
             super().stage(buffers)
             return False
-        file = self._file_to_stage(watches=watches)
+        with collector_paused():  # an object or two for each item, all of which stay
+            file = self._file_to_stage(watches=watches)
         if file is None:
             self._staged = _Staged(None, None, buffers)
             return False
