@@ -20,15 +20,16 @@ from tests.slack import within
 GROUP = "by agents"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def coordinator(ray_session):
     handle = ensure_coordinator(GROUP)
     yield handle
     end_coordinator(GROUP)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def agents(coordinator):
+    """The last test kills one."""
     ray.cloudpickle.register_pickle_by_value(torchless_agent)  # its own package imports torch
     both = [ray.remote(num_cpus=0)(TorchlessAgent).remote(coordinator) for _ in range(2)]
     yield both
@@ -67,6 +68,15 @@ def test_agents_without_torch_finish_the_save_of_ranks_that_are_gone(coordinator
 
 
 @pytest.mark.ray
+def test_what_keeps_an_agent_from_writing_reaches_the_others(coordinator, agents, tmp_path):
+    ranks = handed_over(coordinator, agents, tmp_path / "c")
+    waiting = agents[0].send.remote(ranks[0].write_message)
+    assert ray.get(agents[1].give_up.remote(OSError(28, "No space left on device"))).failed
+    told, _ = ray.get(waiting, timeout=within(30))
+    assert pickle.loads(told.failure).__cause__.errno == 28
+
+
+@pytest.mark.ray
 def test_an_agent_that_is_killed_is_missed_where_its_rank_is_gone_too(coordinator, agents, tmp_path):
     ranks = handed_over(coordinator, agents, tmp_path / "c")
     waiting = agents[0].send.remote(ranks[0].write_message)
@@ -78,12 +88,3 @@ def test_an_agent_that_is_killed_is_missed_where_its_rank_is_gone_too(coordinato
     assert isinstance(error, CheckpointException)
     assert error.failed_ranks == (1,)
     assert "which had taken over its part, is gone, too" in str(error)
-
-
-@pytest.mark.ray
-def test_what_keeps_an_agent_from_writing_reaches_the_others(coordinator, agents, tmp_path):
-    ranks = handed_over(coordinator, agents, tmp_path / "c")
-    waiting = agents[0].send.remote(ranks[0].write_message)
-    assert ray.get(agents[1].give_up.remote(OSError(28, "No space left on device"))).failed
-    told, _ = ray.get(waiting, timeout=within(30))
-    assert pickle.loads(told.failure).__cause__.errno == 28
