@@ -104,19 +104,6 @@ def load_both_ways(rank: int, folder: Path) -> list[str]:
     return wrong if same_bits(filled["all"], torch.arange(3.0)) else [*wrong, "renaming back"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("plugins")
-
-
-def test_every_plug_in_saves_the_same_on_two_ranks_as_under_torch(ranks, folder):
-    assert layouts.in_group(ranks, 2, save_both_ways, folder, folder) == [[], []]
-
-
-def test_every_plug_in_loads_the_same_on_two_ranks_as_under_torch(ranks, folder):
-    assert layouts.in_group(ranks, 2, load_both_ways, folder, folder) == [[], []]
-
-
 def where_the_global_step_runs(rank: int, folder: Path) -> tuple[int, int, int]:
     travels = dcp.save({"n": 1}, checkpoint_id=folder / "a", planner=Stamped())
     stays = dcp.save(
@@ -125,7 +112,26 @@ def where_the_global_step_runs(rank: int, folder: Path) -> tuple[int, int, int]:
     return os.getpid(), travels.planner_data["global step in"], stays.planner_data["global step in"]
 
 
-def test_a_planner_plans_globally_at_the_coordinator_and_with_a_users_writer_on_rank_zero(ranks, tmp_path):
-    (zero, travels, stays), (one, *_) = layouts.in_group(ranks, 2, where_the_global_step_runs, tmp_path, tmp_path)
+def all_of_it(rank: int, folder: Path) -> tuple[list[str], list[str], tuple[int, int, int]]:
+    """One after the other in one process group: each group of ours has a coordinator, which is a process."""
+    return save_both_ways(rank, folder), load_both_ways(rank, folder), where_the_global_step_runs(rank, folder)
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plugins")
+    return layouts.in_group(ranks, 2, all_of_it, folder, folder)
+
+
+def test_every_plug_in_saves_the_same_on_two_ranks_as_under_torch(outcomes):
+    assert [wrong for wrong, _, _ in outcomes] == [[], []]
+
+
+def test_every_plug_in_loads_the_same_on_two_ranks_as_under_torch(outcomes):
+    assert [wrong for _, wrong, _ in outcomes] == [[], []]
+
+
+def test_a_planner_plans_globally_at_the_coordinator_and_with_a_users_writer_on_rank_zero(outcomes):
+    (zero, travels, stays), (one, *_) = [pids for _, _, pids in outcomes]
     assert travels not in (zero, one, os.getpid())
     assert stays == zero
