@@ -110,7 +110,11 @@ def place(tmp_path):
     shutil.rmtree(tmp_path)
 
 
-@pytest.mark.parametrize(("sizes", "turned"), [(MANY, False), (TURNED, True)], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize(
+    ("sizes", "turned"),
+    [pytest.param(MANY, False, marks=pytest.mark.soak), (TURNED, True)],  # the harder one by day
+    ids=["contiguous", "transposed"],
+)
 def test_1_gib_on_2_ranks_saves_and_loads_with_at_most_0_3_gib_more_a_process(ranks, place, sizes, turned):
     ranks.ok(2, try_out, place.with_name("tiny"))
     for extra_nbytes in ranks.ok(2, save_counting, place, sizes, turned):
