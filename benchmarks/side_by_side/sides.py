@@ -21,6 +21,8 @@ UNCHECKED = "unchecked"
 """ray_dcp with its checksums turned off, to see what they cost."""
 UNCOMPARED = "uncompared"
 """ray_dcp without a look at whether replicas are the same, to see what that costs."""
+OVERLAPPED = "overlapped"
+"""ray_dcp's asynchronous saves that copy while training goes on."""
 OF_TORCH = (TORCH, TORCH_BEST)
 _OF_TORCH = "fsync of each shard file and of .metadata; not of the folder that holds their names"
 _OF_RAY_DCP = "fsync of each shard file, of manifest.parquet and .metadata, and of the folders"
@@ -30,6 +32,7 @@ DURABILITY: Mapping[str, str] = {
     RAY_DCP: _OF_RAY_DCP,
     UNCHECKED: _OF_RAY_DCP,
     UNCOMPARED: _OF_RAY_DCP,
+    OVERLAPPED: _OF_RAY_DCP,
 }
 """What is durable when a save returns, by default. ``save_unsynced`` is the one call without, on all sides."""
 
@@ -155,12 +158,21 @@ class UncomparedSide(RayDcpSide):
         ray_dcp.save(state, checkpoint_id=folder, replica_check="off")
 
 
+class OverlappedSide(RayDcpSide):
+    """``ray_dcp`` with ``overlap=True``."""
+
+    def async_save(self, state: dict[str, Any], folder: str) -> tuple[Future[Any] | None, Future[Any]]:
+        saving = ray_dcp.async_save(state, checkpoint_id=folder, overlap=True)
+        return saving.staging_completion, saving.upload_completion
+
+
 SIDES: Mapping[str, Side] = {
     TORCH: TorchSide(),
     TORCH_BEST: TorchBestSide(),
     RAY_DCP: RayDcpSide(),
     UNCHECKED: UncheckedSide(),
     UNCOMPARED: UncomparedSide(),
+    OVERLAPPED: OverlappedSide(),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from side_by_side.drain import DrainResult
 from side_by_side.first_save import FirstResult
 from side_by_side.results import MAX_PERCENT, Measure, WorkloadResult
-from side_by_side.sides import RAY_DCP, TORCH, TORCH_BEST, UNCHECKED, UNCOMPARED
+from side_by_side.sides import OVERLAPPED, RAY_DCP, TORCH, TORCH_BEST, UNCHECKED, UNCOMPARED
 from side_by_side.spread import SpreadResult
 from side_by_side.steady import SteadyResult
 
@@ -33,6 +33,7 @@ _MAX_CPU_PER_TORCH = 0.6
 _MAX_EXTRA_NBYTES = 64 * 2**20
 _MAX_STALL_PER_COPY = 1.15
 _STALL_TIMES_AS_SHORT = {"async": 2.0, "async_replicas": 6.0}
+_MAX_OVERLAPPED_STALL_S = 0.015
 _DURABLE_TIMES_AS_FAST_AS_BEST = 2.5
 _FIRST_TIMES_AS_FAST_AS_BEST = 3.0
 _MIN_COMPUTING_SHARE = {"matmul": 0.7, "python": 0.9}
@@ -52,6 +53,7 @@ class Unit(enum.Enum):
     PERCENT = " %", 1
     MB = " MB", 10**6
     MIB = " MiB", 2**20
+    MS = " ms", 1e-3
 
     def show(self, figure: float) -> str:
         return f"{figure / self.value[1]:.4g}{self.value[0]}"
@@ -212,10 +214,23 @@ def _of_async_saves(result: WorkloadResult) -> list[Line]:
     per_copy = stall.figures[RAY_DCP].median_s / stall.median_limit_s
     by_minima = stall.figures[RAY_DCP].minimum_s / stall.limit_s
     lines.append(Line("async stall / memory copy", _MAX_STALL_PER_COPY, False, Unit.TIMES, per_copy, by_minima))
+    lines += _of_overlapped(stall)
     if TORCH_BEST in durable.figures:
         name, to_best = "async durable: speed to torch's best", durable.ratio_of_medians(TORCH_BEST)
         by_minima = durable.ratio_of_minima(TORCH_BEST)
         lines.append(Line(name, _DURABLE_TIMES_AS_FAST_AS_BEST, True, Unit.TIMES, to_best, by_minima, to_best))
+    return lines
+
+
+def _of_overlapped(stall: Measure) -> list[Line]:
+    if OVERLAPPED not in stall.figures:
+        return []
+    own, name = stall.figures[OVERLAPPED], "async stall, staged beside the training"
+    lines = [Line(name, _MAX_OVERLAPPED_STALL_S, False, Unit.MS, own.median_s, own.minimum_s)]
+    if TORCH_BEST in stall.figures:
+        best = stall.figures[TORCH_BEST]
+        per_best, by_minima = own.median_s / best.median_s, own.minimum_s / best.minimum_s
+        lines.append(Line("the same / torch's best", 1.0, False, Unit.TIMES, per_best, by_minima, per_best))
     return lines
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from side_by_side.probes import Limit
-from side_by_side.sides import UNCHECKED, UNCOMPARED
+from side_by_side.sides import OVERLAPPED, UNCHECKED, UNCOMPARED
 from side_by_side.states import Replicated, Scalars, State, Tensors
 
 NUM_RANKS = 2
@@ -44,14 +44,17 @@ class Workload:
     """Measures that ray_dcp also does with its checksums turned off."""
     uncompared: tuple[str, ...] = ()
     """Measures that ray_dcp also does without comparing replicas."""
+    overlapped: tuple[str, ...] = ()
+    """Measures that ray_dcp also does while it stages beside the training."""
 
     def measures_of(self, side: str) -> tuple[str, ...]:
-        return {UNCHECKED: self.unchecked, UNCOMPARED: self.uncompared}.get(side, self.measures)
+        variants = {UNCHECKED: self.unchecked, UNCOMPARED: self.uncompared, OVERLAPPED: self.overlapped}
+        return variants.get(side, self.measures)
 
     @property
     def variants(self) -> list[str]:
         """Of ray_dcp, each to be compared with it alone."""
-        return [side for side in (UNCHECKED, UNCOMPARED) if self.measures_of(side)]
+        return [side for side in (UNCHECKED, UNCOMPARED, OVERLAPPED) if self.measures_of(side)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,13 @@ def all_workloads(large_nbytes: int, num_small: int, num_scalars: int) -> dict[s
         Workload(
             "replicas", "a model that every rank holds", _replicated(large_nbytes), ("save",), uncompared=("save",)
         ),
-        Workload("async", f"{_NUM_LARGE} large tensors, async_save", large, _OF_ASYNC_SAVES),
+        Workload(
+            "async",
+            f"{_NUM_LARGE} large tensors, async_save",
+            large,
+            _OF_ASYNC_SAVES,
+            overlapped=_OF_ASYNC_SAVES,
+        ),
         Workload("async_replicas", "a replicated model, async_save", _replicated(large_nbytes // 2), _OF_ASYNC_SAVES),
     )
     return {workload.name: workload for workload in workloads}

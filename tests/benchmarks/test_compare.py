@@ -27,6 +27,9 @@ VARIANTS = {
     ("large", "save"): {"unchecked"},
     ("large", "load"): {"unchecked"},
     ("replicas", "save"): {"uncompared"},
+    ("async", "stall"): {"overlapped"},
+    ("async", "staged"): {"overlapped"},
+    ("async", "durable"): {"overlapped"},
 }
 
 
@@ -84,7 +87,7 @@ def test_a_quick_run_measures_and_verifies_every_workload_on_both_sides(tmp_path
         (other,) = report[name]
         assert other["verified"]
     assert {*report["first"][0]["sides"]} == {*report["drain"][0]["loops"]["matmul"]} == {"torch", "ray_dcp"}
-    assert len(report["targets"]) == 25
+    assert len(report["targets"]) == 26
 
 
 def may_be_zero(line):

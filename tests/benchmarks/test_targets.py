@@ -107,6 +107,11 @@ def test_a_stall_is_compared_with_torchs_and_with_a_copy(measured, lines):
     assert of_async["async stall: shorter than torch's"].figures == (3.0, 2.0, 0.5)
     assert of_async["async stall / memory copy"].figures == (2.0, 2.0, None)
     assert of_async["async durable: speed to torch's best"].figures == (3.0, 3.0, 3.0)
+    beside = lines("async", [measured("stall", runs | {"overlapped": [0.01, 0.02, 0.5]}), measures[1]])
+    stall = beside["async stall, staged beside the training"]
+    assert (stall.figures, stall.verdict(valid=True).value) == ((0.02, 0.01, None), "missed")
+    assert stall.unit.show(stall.measured) == "20 ms"
+    assert beside["the same / torch's best"].figures == (0.02, 0.01, 0.02)
     (replicated,) = lines("async_replicas", measures).values()
     assert (replicated.bound, replicated.measured) == (6.0, 3.0)
 
