@@ -58,6 +58,7 @@ from ray_dcp.settings import (
     replica_check_from,
     share_reads_from,
 )
+from ray_dcp.staging.peers.peer_offers import replicas_from
 from ray_dcp.store.location.place import absolute
 from ray_dcp.write.writer import StoreWriter
 
@@ -156,6 +157,7 @@ def async_save(
     max_in_flight: int | None = None,
     when_busy: str | None = None,
     overlap: bool = False,
+    replicas: int | None = None,
 ) -> AsyncSaveResponse:
     """Save in the background what the state dict holds now; every rank calls this.
 
@@ -175,6 +177,9 @@ def async_save(
     the state has to, by ``with staged():`` or ``response.staging_completion``. Python values are those at the call. A
     change that torch counts fails the save on all ranks instead of committing torn values; one through numpy, ``.data``
     or a fused kernel of yours is not seen. With a planner, writer or stager of yours nothing overlaps.
+
+    ``replicas`` (0, or what ``RAY_DCP_REPLICAS`` says): with 1 an agent of another node keeps a copy in memory of what
+    each rank has written, made behind the commit, so that the loss of a node has nobody load from storage.
 
     The response is also a future of the checkpoint's ``Metadata``; a save that has begun cannot be cancelled. A save or
     load that is not asynchronous waits for all saves before it, and so does the interpreter at exit. A failure that
@@ -199,6 +204,7 @@ def async_save(
         with phase(call, Phase.COLLECT):
             check = replica_check_from(os.environ, replica_check, replica_check_nbytes)
             request = _save_request(call, state_dict, checkpoint_id, writer, planner, use_collectives, check)
+            call.replicas = replicas_from(os.environ, replicas)
         response = save_behind(replace(request, busy=busy), call, saves, turn, stager, overlap=overlap)
     return saves.tell_earlier("asynchronous save", response)
 

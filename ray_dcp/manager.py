@@ -41,6 +41,7 @@ from ray_dcp.planning.template.stored_names import Rename
 from ray_dcp.protocol.exception import CheckpointException
 from ray_dcp.protocol.messages import FailedLoad
 from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, InFlight, PaceSettings, replica_check_from
+from ray_dcp.staging.peers.peer_offers import replicas_from
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.write.writer import StoreWriter
 
@@ -55,7 +56,7 @@ class CheckpointManager:
     ``current_group()`` at each call. ``replica_check`` and ``replica_check_nbytes`` are those of ``save``. ``overhead``
     is the share of the time that saves may take where ``due`` says when to save (0.01, or what ``RAY_DCP_OVERHEAD``
     says), ``mtbf_s`` the mean time between failures of the run (by default ``RAY_DCP_MTBF_S``, else what is seen).
-    ``max_in_flight`` and ``when_busy`` are those of ``ray_dcp.async_save``.
+    ``max_in_flight``, ``when_busy`` and ``replicas`` are those of ``ray_dcp.async_save``.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class CheckpointManager:
         mtbf_s: float | None = None,
         max_in_flight: int | None = None,
         when_busy: str | None = None,
+        replicas: int | None = None,
     ) -> None:
         found = root if root is not None else experiment_root()
         if found is None:
@@ -86,6 +88,7 @@ class CheckpointManager:
         }
         limit = InFlight.from_variables(os.environ, max_in_flight=max_in_flight, when_busy=when_busy)
         self._in_flight: dict[str, Any] = {"max_in_flight": limit.max_in_flight, "when_busy": limit.when_busy}
+        self._replicas = replicas_from(os.environ, replicas)
         self._pacer = Pacer(PaceSettings.from_variables(os.environ, overhead=overhead, mtbf_s=mtbf_s))
         self._root_is_known = False
         self._async_saves: list[AsyncSaveResponse] = []
@@ -123,7 +126,8 @@ class CheckpointManager:
         Raises what ``ray_dcp.async_save`` raises, and ``ConfigError`` as ``save``. A step that is skipped, with
         ``when_busy="skip"``, stays due.
         """
-        writer, options = self._writer(step, metrics), self._replica_check | self._in_flight | {"overlap": overlap}
+        writer = self._writer(step, metrics)
+        options = self._replica_check | self._in_flight | {"overlap": overlap, "replicas": self._replicas}
         with self._timed(writer), carrying(self._follow):
             response = async_save(state_dict, storage_writer=writer, group=self._group, **options)
         return self._follow(response)

@@ -28,6 +28,7 @@ from ray_dcp.settings import (
     staging_nbytes_from,
     variable_of,
 )
+from ray_dcp.staging.peers.peer_offers import replicas_from
 from ray_dcp.store.bucket.s3_options import S3Options
 
 SETTINGS = [field.name for field in dataclasses.fields(Limits) if field.name != "phase_stall_timeout_s"]
@@ -169,6 +170,7 @@ def test_the_documentation_has_each_setting_as_it_is():
         ("", "", "`RAY_DCP_MEMORY_TIER`", "1"),
         ("", "", "`RAY_DCP_MEMORY_KEEP_S`", documented(DEFAULT_MEMORY_KEEP_S)),
         *rows(InFlight, "async_save"),
+        ("`async_save(replicas=)`", "", "`RAY_DCP_REPLICAS`", str(replicas_from({}))),
         *rows(PaceSettings, "CheckpointManager"),
         *rows(RetryPolicy, "RetryPolicy", parameter_prefix=RETRY_PREFIX, variable_prefix="RETRY_"),
         *((argument, shown.get(parameter, parameter), *rest) for argument, parameter, *rest in of_s3),

@@ -7,7 +7,7 @@ answer once all ranks have sent theirs. The first failure anywhere ends the call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +20,7 @@ from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
 from ray_dcp.protocol.turns import Turn
 from ray_dcp.settings import Phase
 from ray_dcp.staging.memory_tier import HeldFile
+from ray_dcp.staging.peers.peer import PeerFile
 
 
 class Call(Protocol):
@@ -39,6 +40,8 @@ class Call(Protocol):
     """How far this rank is; whoever waits for it looks at this."""
     deputy_at_work: bool
     """Whether a deputy may be at work on this rank's part, and in the memory in which that is staged."""
+    replicas: int
+    """On how many other nodes a copy of what this rank hands over is to be kept in memory."""
     started_over: bool
     """Whether the coordinator died during this call: nobody here knows how far it had come."""
 
@@ -81,6 +84,10 @@ class Call(Protocol):
 
         This waits for its word for a while, since the deputy may hear later than this rank that the call has failed.
         """
+        ...
+
+    def held_by_peers(self, place: str, keys: Collection[str]) -> Sequence[PeerFile]:
+        """Those in memory of other nodes, as far as they say so within a second, or until there are all of ``keys``."""
         ...
 
     def carry(self, *user_objects: Any) -> Carries | None:

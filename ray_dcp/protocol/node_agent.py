@@ -10,13 +10,17 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ray_dcp.errors import ConfigError, CoordinatorLostError
 from ray_dcp.protocol.deputy import DeputyCall, DeputyLink, HandedOver, SealedPart, Told
 from ray_dcp.settings import DEFAULT_MEMORY_KEEP_S, agent_write_rate_from, memory_keep_from, memory_tier_from
-from ray_dcp.staging.memory_tier import MemoryTier
+from ray_dcp.staging.memory_tier import HeldFile, MemoryTier
+from ray_dcp.staging.peers.peer import Peer
+from ray_dcp.staging.peers.peer_copies import CopyOffer, PeerCopies
+from ray_dcp.staging.peers.peer_offers import CopyKeeper, PeerOffers
 from ray_dcp.staging.sealing import OpenEnds, write_sealed
 from ray_dcp.staging.shared_buffer import BufferName, SharedBuffer
 from ray_dcp.staging.write_rate import WriteRate
@@ -63,6 +67,10 @@ class DeputyJob:
     part: StagedPart
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables by which the rank opens stores."""
+    save: str = ""
+    """The save, by a name that all ranks of the group have for it."""
+    replicas: int = 0
+    """On how many other nodes a copy of the file is to be kept in memory."""
 
 
 class SavePulse(threading.Thread):
@@ -104,10 +112,25 @@ class SaveOverError(Exception):
     """Raised in a job whose save has failed elsewhere."""
 
 
+class OtherNodes(Protocol):
+    """An agent's way to the agents of its group on other nodes."""
+
+    node: str
+    """The node that this agent is on."""
+
+    def keepers(self) -> Sequence[CopyKeeper]:
+        """All of them, the one first that is to keep copies for this node."""
+        ...
+
+    def find(self, node: str) -> Peer:
+        """The one on ``node``. Raises ``PeerLostError`` where there is none."""
+        ...
+
+
 class NodeAgent:
     """See the module. ``link`` is the way to the coordinator; ``pulse_s`` how often it hears of a job."""
 
-    def __init__(self, link: DeputyLink, *, pulse_s: float = 0.5) -> None:
+    def __init__(self, link: DeputyLink, *, pulse_s: float = 0.5, others: OtherNodes | None = None) -> None:
         self._link = link
         self._pulse_s = pulse_s
         self._lock = threading.Lock()
@@ -116,6 +139,11 @@ class NodeAgent:
         self._rate = WriteRate()
         self.memory = MemoryTier()
         """The files that were written here and are still in memory."""
+        self._node = others.node if others is not None else ""
+        self.copies = PeerCopies(self.memory, others.find) if others is not None else None
+        """What it keeps of other nodes."""
+        self.offers = PeerOffers(others.keepers) if others is not None else None
+        """What it has other nodes keep."""
         self.keeps_for_s = DEFAULT_MEMORY_KEEP_S
         """How long they are to stay there for a group that is gone, in seconds, as its ranks said last."""
 
@@ -132,6 +160,8 @@ class NodeAgent:
         opened, and what ``open_store`` raises: then nobody has been told, and the part is the rank's own.
         """
         store = store_of(job)
+        if self.copies is not None and memory_tier_from(job.variables):
+            self.copies.took_part(job.save)
         agent_write_rate_from(job.variables)  # so that a wrong one is told of before anything is taken
         file = job.part.file
         buffer = SharedBuffer.attach(file.buffer) if file is not None else None
@@ -200,21 +230,40 @@ class NodeAgent:
             return call.fail(error)
         finally:
             pulse.end()
-        self._keep(job, file, buffer)
+        held = self._keep(job, file, buffer)
         reached(Point.BEFORE_RESULT)
         told = call.deliver(SealedPart(job.part.prepared, crcs.tobytes()).encoded())
         if not told.failed:
             self.memory.committed(file.key)
+            if self.copies is not None:
+                self.copies.committed(file.key)
+            if held is not None and self.offers is not None and job.replicas:
+                self.offers.offer(
+                    CopyOffer(job.save, self._node, handed.rank, held, file.open_ends, crcs.tobytes(), rate_per_s)
+                )
         return told
 
-    def _keep(self, job: DeputyJob, file: FileJob, buffer: SharedBuffer) -> None:
+    def left(self, rank: int) -> None:
+        """Note that a rank of this node has left its group in order."""
+        self.memory.left(rank)
+        if self.offers is not None:
+            self.offers.left(rank)
+
+    def make_room(self) -> None:
+        """Let go of all that is in memory, the copies of other nodes' files among it."""
+        self.memory.close()
+        if self.copies is not None:
+            self.copies.let_go()
+
+    def _keep(self, job: DeputyJob, file: FileJob, buffer: SharedBuffer) -> HeldFile | None:
         """Keep a sealed file in memory. Where that fails it is only read from the store."""
         try:
             if memory_tier_from(job.variables):
                 self.keeps_for_s = memory_keep_from(job.variables)
-                self.memory.keep(job.handed_over.rank, file.place, file.key, file.nbytes, buffer, file.version)
+                return self.memory.keep(job.handed_over.rank, file.place, file.key, file.nbytes, buffer, file.version)
         except (OSError, ConfigError) as error:
             logger.warning("%s is not kept in memory: %s", file.key, error)
+        return None
 
 
 class _RankJobs:
@@ -267,4 +316,4 @@ def _close(buffer: SharedBuffer | None) -> None:
         buffer.close()
 
 
-__all__ = ["DeputyJob", "FileJob", "NodeAgent", "SaveOverError", "SavePulse", "StagedPart", "store_of"]
+__all__ = ["DeputyJob", "FileJob", "NodeAgent", "OtherNodes", "SaveOverError", "SavePulse", "StagedPart", "store_of"]

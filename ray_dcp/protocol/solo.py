@@ -6,6 +6,7 @@ Nothing is pickled, but for an asynchronous save whose file a child of the proce
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -77,6 +78,7 @@ class SoloCall:
         self.checkpoint_id = checkpoint_id
         self.failed = False
         self.started_over = False
+        self.replicas = 0
         self.progress = Progress()
         self._on_save_ended = on_save_ended
         self._session = SESSIONS[kind]()
@@ -165,6 +167,10 @@ class SoloCall:
 
     def deputy_is_done(self, job: DeputyJob) -> bool:
         return self._writing is not None and says_in_time(self._writing.ended)
+
+    def held_by_peers(self, place: str, keys: Collection[str]) -> tuple[()]:
+        """Return nothing: there are no other nodes."""
+        return ()
 
     def carry(self, *user_objects: Any) -> CarriedInPlace:
         return CarriedInPlace(user_objects)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError, ObjectTooShortError
-from ray_dcp.reads.nearby import NearbyFiles
+from ray_dcp.reads.nearby import MEMORY_TRAITS, NearbyFiles
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.store.reading import Fill, get_into, opened
-from ray_dcp.store.store import Store
+from ray_dcp.store.store import Store, StoreTraits
 
 MISSING = (ObjectNotFoundError, ObjectTooShortError)
 """The errors that a store raises where bytes are missing that the checkpoint says it has."""
@@ -74,6 +74,14 @@ class CheckpointFiles:
     def is_near(self, key: str) -> bool:
         """Whether the file can be had from a nearer place than the store."""
         return self._near is not None and self._near.has(key)
+
+    def traits(self, keys: Iterable[str], of_store: StoreTraits) -> StoreTraits:
+        """How these files are best read together: as the farthest of the places in which they are."""
+        near = self._near
+        if near is None:
+            return of_store
+        found = [near.traits(key) or of_store for key in keys]
+        return next((traits for traits in found if not traits.page_cache), MEMORY_TRAITS)
 
     def checked(self, key: str, read: Callable[[], _T]) -> _T:
         """What ``read`` returns, which reads and checks bytes of one file: of another place where they are wrong."""

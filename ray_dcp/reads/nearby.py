@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
 
-from ray_dcp.errors import CorruptCheckpointError
+from ray_dcp.errors import CorruptCheckpointError, without_keys
 from ray_dcp.format.manifest import EntryTable
 from ray_dcp.progress import advance
 from ray_dcp.staging.buffer_errors import StagingLostError, StagingMemoryError
 from ray_dcp.staging.memory_tier import HeldFile
+from ray_dcp.staging.peers.peer import Peer, PeerFile, PeerGoneError, PeerLostError, chunks
 from ray_dcp.staging.shared_buffer import SharedBuffer
 from ray_dcp.store.reading import Fill
 from ray_dcp.store.store import StoreTraits
@@ -29,6 +30,8 @@ STORAGE = "storage"
 """What ``LoadReport.nbytes_by_place`` calls the store."""
 MEMORY_TRAITS = StoreTraits(page_cache=True)
 """How memory of this machine is best read."""
+_PEER_TRAITS = StoreTraits(request_nbytes=16 << 20)
+"""How memory of another machine is best read: a few chunks at once."""
 _PIECE_NBYTES = 1 << 20
 _T = TypeVar("_T")
 
@@ -42,6 +45,8 @@ class Place(Protocol):
 
     kind: str
     """What ``LoadReport.nbytes_by_place`` calls it."""
+    traits: StoreTraits
+    """How it is best read."""
 
     def fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers``, one after the other, with what follows ``offset`` in the file; counts as progress.
@@ -60,6 +65,7 @@ class BufferPlace:
     """A file in a staging buffer of this node."""
 
     kind = "memory"
+    traits = MEMORY_TRAITS
 
     def __init__(self, file: HeldFile) -> None:
         self._file = file
@@ -97,6 +103,41 @@ class BufferPlace:
                 self._buffer = None
 
 
+class PeerPlace:
+    """A file in the memory of another node's agent. ``lost`` are the peers that do not answer, for all their files."""
+
+    kind = "peer"
+    traits = _PEER_TRAITS
+
+    def __init__(self, of_peer: PeerFile, lost: set[str]) -> None:
+        self._file = of_peer.file
+        self._peer: Peer = of_peer.peer
+        self._lost = lost
+
+    def fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        if self._peer.node in self._lost:
+            raise PlaceLostError(f"node {self._peer.node} has not answered before")
+        try:
+            arriving = chunks(self._peer, self._file, offset, sum(map(len, buffers)), in_flight=1)
+            chunk, at = memoryview(b""), 0
+            for target in buffers:
+                filled = 0
+                while filled < len(target):
+                    if at == len(chunk):
+                        chunk, at = memoryview(next(arriving)), 0
+                        advance(len(chunk))
+                    length = min(len(chunk) - at, len(target) - filled)
+                    _copy(target[filled : filled + length], chunk[at : at + length])
+                    at, filled = at + length, filled + length
+        except PeerLostError as error:
+            if isinstance(error, PeerGoneError):
+                self._lost.add(self._peer.node)
+            raise PlaceLostError(f"node {self._peer.node}: {error}") from error
+
+    def close(self) -> None:
+        """Do nothing: it has nothing open."""
+
+
 class NearbyFiles:
     """The places of a checkpoint's files, by key, nearest first. Threads may share it."""
 
@@ -110,6 +151,11 @@ class NearbyFiles:
     def has(self, key: str) -> bool:
         """Whether some place nearer than the store has the file."""
         return bool(self._places.get(key))
+
+    def traits(self, key: str) -> StoreTraits | None:
+        """How the file is best read where it is nearest; None where that is the store."""
+        place = self._nearest(key)
+        return None if place is None else place.traits
 
     def fill(self, key: str, offset: int, buffers: Sequence[memoryview], otherwise: Fill) -> None:
         """Fill ``buffers`` from the nearest place that has the bytes, ``otherwise`` from the store."""
@@ -164,19 +210,45 @@ class NearbyFiles:
             self.nbytes[kind] += nbytes
 
 
-def nearby_files(held: Sequence[HeldFile], entries: EntryTable) -> NearbyFiles | None:
-    """Those of ``held`` that are files of the checkpoint with these entries; None where none is.
+class Neighbours(Protocol):
+    """Who says what is in memory, here and on other nodes. Both answer at once, or say that there is nothing."""
 
-    Their keys have the attempt's name, and none of them ends before an entry does.
+    def held_nearby(self, place: str) -> Sequence[HeldFile]:
+        """The files of the checkpoint at ``place`` that are in memory of this node."""
+        ...
+
+    def held_by_peers(self, place: str, keys: Collection[str]) -> Sequence[PeerFile]:
+        """Those that are in memory of other nodes. No more answers are waited for once there are all of ``keys``."""
+        ...
+
+
+def nearby_files(place: str, neighbours: Neighbours, entries: EntryTable) -> NearbyFiles | None:
+    """The files of the checkpoint at ``place``, with these entries, that are in memory; None where none is.
+
+    Their keys have the attempt's name, and none of them ends before an entry does. Other nodes are asked only where
+    this one does not have all.
     """
-    if not held:
-        return None
     ends: defaultdict[str, int] = defaultdict(int)
     for key, offset, nbytes in zip(
         entries.files, entries.column("payload_offset"), entries.column("payload_nbytes"), strict=True
     ):
         ends[key] = max(ends[key], offset + nbytes)
-    found = {file.key: [BufferPlace(file)] for file in held if file.key in ends and ends[file.key] <= file.nbytes}
+
+    def is_one(file: HeldFile) -> bool:
+        return file.key in ends and ends[file.key] <= file.nbytes
+
+    found: defaultdict[str, list[Place]] = defaultdict(list)
+    for file in filter(is_one, neighbours.held_nearby(place)):
+        found[file.key].append(BufferPlace(file))
+    if len(found) < len(ends):
+        lost: set[str] = set()
+        elsewhere = ends.keys() - found.keys()
+        for of_peer in neighbours.held_by_peers(place, elsewhere):
+            if of_peer.file.key in elsewhere and is_one(of_peer.file):
+                found[of_peer.file.key].append(PeerPlace(of_peer, lost))
+    if found and len(found) < len(ends):
+        logger.warning("%d of the %d files of %s are in no node's memory any more, and are read from storage",
+                       len(ends) - len(found), len(ends), without_keys(place))  # fmt: skip
     return NearbyFiles(found) if found else None
 
 
@@ -187,4 +259,14 @@ def _copy(target: memoryview, source: memoryview) -> None:
         np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(source, dtype=np.uint8)
 
 
-__all__ = ["MEMORY_TRAITS", "STORAGE", "BufferPlace", "NearbyFiles", "Place", "PlaceLostError", "nearby_files"]
+__all__ = [
+    "MEMORY_TRAITS",
+    "STORAGE",
+    "BufferPlace",
+    "NearbyFiles",
+    "Neighbours",
+    "PeerPlace",
+    "Place",
+    "PlaceLostError",
+    "nearby_files",
+]

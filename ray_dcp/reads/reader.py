@@ -15,7 +15,7 @@ torch wrote in a form of its own (a transposed one, say).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -33,14 +33,13 @@ from ray_dcp.planning.values.containers import Containers
 from ray_dcp.reads.checkpoint import OpenedCheckpoint, open_checkpoint, open_of_rank
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
 from ray_dcp.reads.engine import finished
-from ray_dcp.reads.nearby import MEMORY_TRAITS, STORAGE, NearbyFiles, nearby_files
+from ray_dcp.reads.nearby import STORAGE, NearbyFiles, Neighbours, nearby_files
 from ray_dcp.reads.plan.shape import ReadShape, read_shape
 from ray_dcp.reads.record_reads import RecordReads
 from ray_dcp.reads.sharing.door import NodeReads
 from ray_dcp.reads.sharing.segment import NodeMemory
 from ray_dcp.reads.tasks import RecordTasks
 from ray_dcp.reads.wanted import WantedRecords
-from ray_dcp.staging.memory_tier import HeldFile
 from ray_dcp.store.location.place import absolute
 from ray_dcp.store.open import open_store, opens
 from ray_dcp.store.store import traits_of
@@ -136,14 +135,14 @@ class StoreReader(StorageReader):
             self.containers = manifest.containers
             self._entries = as_table(manifest.entries)
 
-    def look_nearby(self, held: Callable[[str], Sequence[HeldFile]]) -> None:
-        """Read from memory of this node what is there: the files that ``held`` has of this checkpoint's place.
+    def look_nearby(self, neighbours: Neighbours) -> None:
+        """Read from memory, of this node and of others, what ``neighbours`` have of this checkpoint's place.
 
         Only what a manifest has checksums of is read there. Called once the reader is set up.
         """
         self.leave_nearby()
         if self._entries is not None and self._opened is not None and not self._opened.unchecked:
-            self._near = nearby_files(held(self._opened.checkpoint_id), self._entries)
+            self._near = nearby_files(self._opened.checkpoint_id, neighbours, self._entries)
 
     def leave_nearby(self) -> None:
         """Let go of what was opened to read from nearer places than the store."""
@@ -211,7 +210,7 @@ class StoreReader(StorageReader):
         records = self._records_of(files)
         wanted = records.by_file(plan)
         records.forget()
-        shape = read_shape(MEMORY_TRAITS if all(map(files.is_near, wanted)) else traits_of(store))
+        shape = read_shape(files.traits(wanted, traits_of(store)))
         reads = self._record_reads(files, shape)
         tasks = RecordTasks(planner, reads, files, shape)
         shared: set[int] = set()

@@ -39,13 +39,19 @@ class MemoryTier:
         self._left: set[int] = set()
         """The ranks that have left their group in order since they last staged anything."""
 
-    def keep(self, rank: int, place: str, key: str, nbytes: int, buffer: SharedBuffer, version: int) -> None:
+    def keep(self, rank: int, place: str, key: str, nbytes: int, buffer: SharedBuffer, version: int) -> HeldFile:
         """Keep the sealed file at the beginning of ``buffer``, which was staged under ``version``."""
+        self.back(rank)
+        return self.keep_copy(rank, place, key, nbytes, buffer, version)
+
+    def keep_copy(self, rank: int, place: str, key: str, nbytes: int, buffer: SharedBuffer, version: int) -> HeldFile:
+        """As ``keep``, of a rank that may have left by now: it is one of another node."""
         kept = buffer.kept_open()
         with self._lock:
-            self._left.discard(rank)
             self._drop(lambda one: one.is_there and (one.file.place, one.file.key) != (place, key))
-            self._kept.append(_KeptFile(rank, HeldFile(place, key, nbytes, kept.name, version), kept))
+            file = HeldFile(place, key, nbytes, kept.name, version)
+            self._kept.append(_KeptFile(rank, file, kept))
+            return file
 
     def held(self, place: str) -> tuple[HeldFile, ...]:
         """The files of the checkpoint at ``place`` that are there. Whoever asks is a rank, so the group is there."""
@@ -53,6 +59,19 @@ class MemoryTier:
             self._left.clear()
             self._drop(lambda one: one.is_there)
             return tuple(one.file for one in self._kept if one.file.place == place)
+
+    def read(self, file: HeldFile, offset: int, nbytes: int) -> bytes | None:
+        """Bytes of a file that ``held`` has told of; None where it is not there any more."""
+        with self._lock:
+            found = next((one.buffer for one in self._kept if one.file == file), None)
+            buffer = found.again() if found is not None else None
+        if buffer is None:
+            return None
+        try:
+            content = buffer.read(offset, min(nbytes, file.nbytes - offset))
+            return content if buffer.version == file.version else None  # whoever overwrites it has changed that first
+        finally:
+            buffer.close()
 
     def committed(self, key: str) -> None:
         """Let go of the files of attempts that are older than that of ``key``, which is committed."""
@@ -70,12 +89,22 @@ class MemoryTier:
         with self._lock:
             self._left.update(one.rank for one in self._kept)
 
+    def back(self, rank: int) -> None:
+        """Note that ``rank`` is in its group: it stages something."""
+        with self._lock:
+            self._left.discard(rank)
+
     @property
     def is_for_later(self) -> bool:
         """Whether there is a file of a rank that has not left in order: its group may form anew and ask for it."""
         with self._lock:
             self._drop(lambda one: one.is_there)
             return any(one.rank not in self._left for one in self._kept)
+
+    def tidy(self) -> None:
+        """Let go of the files whose bytes are not there any more."""
+        with self._lock:
+            self._drop(lambda one: one.is_there)
 
     def close(self) -> None:
         """Let go of all files."""

@@ -81,9 +81,20 @@ def write_sealed(
     return crcs
 
 
+def is_sealed_with(memory: memoryview, open_ends: OpenEnds, crcs: array[int]) -> bool:
+    """Whether the blocks of the large payloads in ``memory``, a sealed file, have the checksums ``crcs``."""
+    at = 0
+    for offset, number in zip(open_ends.payload_offsets, open_ends.frame_of, strict=True):
+        for block in _blocks(memory, offset, offset + open_ends.frames[number].payload_nbytes):
+            if at == len(crcs) or crc32(block) != crcs[at]:
+                return False
+            at += 1
+    return at == len(crcs)
+
+
 def _blocks(memory: memoryview, start: int, end: int) -> Iterator[memoryview]:
     for at in range(start, end, BLOCK_NBYTES):
         yield memory[at : min(at + BLOCK_NBYTES, end)]
 
 
-__all__ = ["OpenEnds", "sealed_pieces", "write_sealed"]
+__all__ = ["OpenEnds", "is_sealed_with", "sealed_pieces", "write_sealed"]

@@ -220,6 +220,19 @@ class KeptBuffer:
         """See ``SharedBuffer.version``."""
         return int.from_bytes(os.pread(self._descriptor, _WORD_NBYTES, _word_at(self.name.nbytes)), sys.byteorder)
 
+    def again(self) -> KeptBuffer:
+        """The same buffer, kept open by a descriptor of its own."""
+        return KeptBuffer(os.dup(self._descriptor), self.name.nbytes)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Copy so many of its bytes, all of which it has."""
+        parts = []
+        while nbytes > 0:
+            parts.append(os.pread(self._descriptor, nbytes, offset))
+            assert parts[-1], "a range lies in the buffer"
+            offset, nbytes = offset + len(parts[-1]), nbytes - len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
     def close(self) -> None:
         """Let go of the buffer; called once."""
         os.close(self._descriptor)

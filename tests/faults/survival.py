@@ -199,12 +199,28 @@ ROWS = (
         ),
     ),
     Row(
+        "a node dies, and the group, which saves with `async_save(replicas=1)`, forms anew on the others",
+        "what the node had staged is loaded from its copy in another node's memory, and checked; where there is none "
+        "(the node dies before it is made, or both nodes of a pair do) from storage, with a warning",
+        "",
+        "that step",
+        (
+            "faults.test_lost_copies::test_a_node_is_lost_and_nothing_of_the_tensors_is_read_from_storage",
+            "faults.test_lost_copies::test_a_node_that_is_lost_before_its_copy_is_made_costs_a_read_of_its_file",
+            "protocol.test_peers::test_a_node_is_lost_and_nothing_is_read_from_storage",
+            "protocol.test_peers::test_a_node_is_lost_around_its_copy",
+            "protocol.test_peers::test_both_nodes_of_a_pair_are_lost",
+        ),
+    ),
+    Row(
         "a bit flips in that memory, or its agent is killed or does not answer",
-        "nothing: what is wrong or missing there is read from storage",
-        "1 s",
+        "nothing: what is wrong or missing there is read from the next place, at last from storage",
+        "1 s; 5 s for another node's that stops in the middle",
         "that step",
         (
             "protocol.test_loads_from_memory::test_a_bit_flipped_in_memory_is_found_and_the_file_read_from_the_store",
+            "protocol.test_peers::test_a_bit_that_flips_in_a_copy_is_found_and_the_file_read_from_the_store",
+            "protocol.test_peers::test_a_peer_that_is_gone_is_left_at_once_for_all_its_files",
             "cluster.test_recovery_from_memory::test_an_agent_that_is_killed_leaves_the_storage",
             "cluster.test_recovery_from_memory::test_an_agent_that_stands_still_is_not_waited_for",
         ),
@@ -217,22 +233,16 @@ ROWS = (
         ("protocol.child.test_writer_process::test_a_process_that_is_killed_when_the_call_has_returned_loses_nothing",),
     ),
     Row(
-        "a node agent is killed",
+        "a node agent is killed, or stands still and is ended",
         "nothing: the ranks write by themselves, and the next save has another agent; with a rank of its node killed, "
         "too, `CheckpointException` naming that rank",
-        "",
+        "20 s where it stands still",
         "the new checkpoint; the previous one",
         (
+            "cluster.test_node_agents::test_an_agent_that_stands_still_is_ended_and_the_ranks_write_by_themselves",
             "cluster.test_node_agents::test_an_agent_that_is_killed_while_it_writes_leaves_its_part_to_the_ranks",
             "cluster.test_node_agents::test_a_rank_that_is_killed_with_its_agent_loses_the_save_and_is_named",
         ),
-    ),
-    Row(
-        "a node agent stands still",
-        "nothing: it is ended, the ranks write by themselves, and the next save has another agent",
-        "20 s",
-        "the new checkpoint",
-        ("cluster.test_node_agents::test_an_agent_that_stands_still_is_ended_and_the_ranks_write_by_themselves",),
     ),
     Row(
         "saves are asked for faster than storage takes them",

@@ -18,14 +18,18 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.cluster.agent.deputy_messages import DeputyMessages
+from ray_dcp.cluster.agent.peer_agents import READS, PeerAgents, agent_name
 from ray_dcp.cluster.link import NAMESPACE
 from ray_dcp.protocol.deputy import Told
 from ray_dcp.protocol.node_agent import DeputyJob, NodeAgent
 from ray_dcp.settings import Limits
 from ray_dcp.staging.memory_tier import HeldFile
+from ray_dcp.staging.peers.peer_copies import CopyOffer
 
 _NUM_THREADS = 256
 """Threads of the actor: each rank of the node has one or two in it."""
+_NUM_READS = 8
+"""Threads of the actor that send to other nodes what is in memory: beside all else, and no more of them."""
 _SEE_COORDINATOR_EVERY_S = 5.0
 _NUM_LOOKS = 2
 """An agent that has seen no coordinator so many times in a row ends: a group that re-forms has one all the time."""
@@ -39,7 +43,7 @@ class AgentActor:
         os.nice(_LOWEST_PRIORITY)  # training comes first
         self._group = group
         actor = ray.get_runtime_context().current_actor
-        self._agent = NodeAgent(DeputyMessages(group, actor, limits))
+        self._agent = NodeAgent(DeputyMessages(group, actor, limits), others=PeerAgents(group))
         threading.Thread(target=self._end_when_unneeded, args=(actor,), name="agent-end", daemon=True).start()
 
     def is_up(self) -> bool:
@@ -55,12 +59,22 @@ class AgentActor:
         return self._agent.memory.held(place)
 
     def left(self, rank: int) -> None:
+        self._agent.left(rank)
+
+    @ray.method(concurrency_group=READS)
+    def read(self, file: HeldFile, offset: int, nbytes: int) -> bytes | None:
+        return self._agent.memory.read(file, offset, nbytes)
+
+    def take_copy(self, offer: CopyOffer) -> bool:
+        return self._agent.copies is not None and self._agent.copies.take(offer)
+
+    def source_left(self, rank: int) -> None:
         self._agent.memory.left(rank)
 
     def make_room(self, group: str) -> None:
         """Let go of what is in memory, for ``group``: another group's, where this one is gone."""
         if group == self._group or not _has_coordinator(self._group):
-            self._agent.memory.close()
+            self._agent.make_room()
 
     def group_ended(self) -> None:
         self._agent.memory.all_left()
@@ -87,10 +101,6 @@ def _has_coordinator(group: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def agent_name(group: str, node_id: str) -> str:
-    return f"agent/{group}/{node_id}"
 
 
 def find_agent(group: str) -> Any:
@@ -127,7 +137,7 @@ def start_agent(group: str, limits: Limits) -> Any:
     """The handle of this node's agent for ``group``: found, or about to start."""
     node_id = ray.get_runtime_context().get_node_id()
     return (
-        ray.remote(num_cpus=0)(AgentActor)
+        ray.remote(num_cpus=0, concurrency_groups={READS: _NUM_READS})(AgentActor)
         .options(
             name=agent_name(group, node_id),
             namespace=NAMESPACE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,10 +13,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_dcp.cluster.agent.agent_actor import agents_of_node, find_agent, start_agent
+from ray_dcp.cluster.agent.peer_agents import PeerAgents
 from ray_dcp.protocol.deputy import Told
 from ray_dcp.protocol.node_agent import DeputyJob
 from ray_dcp.settings import Limits
 from ray_dcp.staging.memory_tier import HeldFile
+from ray_dcp.staging.peers.peer import PeerFile
 from ray_dcp.wording import first_line_of
 
 logger = logging.getLogger(__name__)
@@ -140,6 +142,20 @@ class AgentLink:
                 self._forget(agent)
             return ()
         return held
+
+    def held_by_peers(self, place: str, keys: Collection[str]) -> Sequence[PeerFile]:
+        """The files of the checkpoint at ``place`` that the group's agents on other nodes have in memory.
+
+        No more answers are waited for once there are all of ``keys``.
+        """
+        if not self._has_memory:
+            return ()
+        try:
+            return PeerAgents(self._group).held(place, keys)
+        except RayError as error:
+            logger.warning("the node agents of group %r on other nodes are not found, so nothing is read from their "
+                           "memory: %s", self._group, first_line_of(error))  # fmt: skip
+            return ()
 
     def leave(self, rank: int) -> None:
         """Tell the agent, if there is one, that ``rank`` leaves in order; nobody waits for it."""

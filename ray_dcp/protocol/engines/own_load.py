@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -22,8 +22,8 @@ from ray_dcp.protocol.engines.locations import OwnLocation
 from ray_dcp.protocol.engines.python_values import Kept
 from ray_dcp.protocol.engines.shared_values import ReadsAside, differing_values
 from ray_dcp.reads.checkpoint import OpenedCheckpoint
+from ray_dcp.reads.nearby import Neighbours
 from ray_dcp.reads.reader import StoreReader
-from ray_dcp.staging.memory_tier import HeldFile
 
 
 class OwnReader(OwnLocation):
@@ -51,8 +51,8 @@ class OwnReader(OwnLocation):
     def containers(self) -> Containers | None:
         return self.reader.containers
 
-    def look_nearby(self, held: Callable[[str], Sequence[HeldFile]]) -> None:
-        self.reader.look_nearby(held)
+    def look_nearby(self, neighbours: Neighbours) -> None:
+        self.reader.look_nearby(neighbours)
 
     def leave_nearby(self) -> None:
         self.reader.leave_nearby()

@@ -48,8 +48,8 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.protocol.replica_warnings import warn_of_loading_differing
 from ray_dcp.reads.checkpoint import OpenedCheckpoint
+from ray_dcp.reads.nearby import Neighbours
 from ray_dcp.reads.reader import StoreReader
-from ray_dcp.staging.memory_tier import HeldFile
 
 
 class Reader(Reads, ReadsAside, Protocol):
@@ -78,8 +78,8 @@ class Reader(Reads, ReadsAside, Protocol):
         """The containers of the saved state dict, once the reader is set up; None where nobody knows."""
         ...
 
-    def look_nearby(self, held: Callable[[str], Sequence[HeldFile]]) -> None:
-        """Read from memory of this node what ``held`` has of the checkpoint's place, once the reader is set up."""
+    def look_nearby(self, neighbours: Neighbours) -> None:
+        """Read from memory what ``neighbours`` have of the checkpoint's place, once the reader is set up."""
         ...
 
     def leave_nearby(self) -> None:
@@ -180,7 +180,7 @@ class UsersReader(UsersLocation):
                 return self.reader.read_metadata(rank=rank)
             raise
 
-    def look_nearby(self, held: Callable[[str], Sequence[HeldFile]]) -> None:
+    def look_nearby(self, neighbours: Neighbours) -> None:
         """Do nothing: it reads where it reads."""
 
     def leave_nearby(self) -> None:
@@ -273,7 +273,7 @@ class PluginLoad:
         self._template.begin(template, rank, self._call.world_size)
         planner.set_up_planner(template.values, seen.metadata, rank == 0)
         reader.set_up_storage_reader(metadata, rank == 0, **accepted(reader.set_up_storage_reader, rank))
-        self._reader.look_nearby(self._call.held_nearby)
+        self._reader.look_nearby(self._call)
         self._template.know(self._reader.containers)
         self._local: LoadPlan = reader.prepare_local_plan(seen.stored_plan(planner.create_local_plan()))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol
 
 from ray_dcp.errors import CoordinatorLostError, GroupError
@@ -22,6 +22,7 @@ from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
 from ray_dcp.protocol.turns import Turn
 from ray_dcp.settings import Phase
 from ray_dcp.staging.memory_tier import HeldFile
+from ray_dcp.staging.peers.peer import PeerFile
 
 DEPUTY_ENDS_IN_S = 5.0
 """How long memory is kept for a deputy that has to hear that its job is over: it is told so twice a second."""
@@ -72,6 +73,13 @@ class Deputies(Protocol):
         """The files of the checkpoint at ``place`` that it has in memory; none where it does not answer at once."""
         ...
 
+    def held_by_peers(self, place: str, keys: Collection[str]) -> Sequence[PeerFile]:
+        """Those that the group's agents on other nodes have in memory; of none that does not answer at once.
+
+        No more answers are waited for once there are all of ``keys``.
+        """
+        ...
+
 
 def says_in_time(ask: Callable[[Callable[[], None]], object]) -> bool:
     """Whether ``ask`` returns anything but None within ``DEPUTY_ENDS_IN_S``; it calls its argument meanwhile."""
@@ -118,6 +126,7 @@ class RemoteCall:
         self._call_id = call_id
         self._deputies = deputies
         self.deputy_at_work = False
+        self.replicas = 0
         self._deputy_is_lost = False
         self._exchanged: list[Exchanged] = []
 
@@ -142,7 +151,8 @@ class RemoteCall:
         if self._deputies is None:
             return None
         assert self._call_id is not None, "a deputy is to name the call"
-        job = DeputyJob(self.handed_over(self._call_id), part, variables_of_stores(os.environ))
+        save = f"{self._call_id.generation} {self._call_id.checkpoint_id}"
+        job = DeputyJob(self.handed_over(self._call_id), part, variables_of_stores(os.environ), save, self.replicas)
         told = self._deputies.take(job, wait=wait)
         if told is None:
             return None
@@ -269,6 +279,9 @@ class RemoteCall:
 
     def held_nearby(self, place: str) -> Sequence[HeldFile]:
         return () if self._deputies is None else self._deputies.held(place)
+
+    def held_by_peers(self, place: str, keys: Collection[str]) -> Sequence[PeerFile]:
+        return () if self._deputies is None else self._deputies.held_by_peers(place, keys)
 
     def carry(self, *user_objects: Any) -> Carried | None:
         return carry(*user_objects)

@@ -24,7 +24,7 @@ class LoadReport:
     nbytes_loaded: int
     """Bytes that were loaded into this rank's template."""
     nbytes_by_place: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that this rank read, by where they came from: "storage", and "memory" of the node's agent.
+    """Bytes that this rank read, by where they came from: "storage", "memory" of the node's agent, "peer", another's.
 
     Empty where a reader of yours does not say.
     """
