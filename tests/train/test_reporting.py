@@ -68,9 +68,13 @@ def save_and_report(config: dict[str, Any]) -> dict[str, Any]:
     if resumed is not None:
         # What a run does that reports after every load. It must not be listed twice.
         report({"step": resumed}, checkpoint=manager.latest())
+        assert manager.last_load is not None
+        seen["places"] = {place for place, nbytes in manager.last_load.nbytes_by_place.items() if nbytes}
     (Path(config["notes"]) / f"{spec.incarnation}-{spec.rank}").touch()
     for step in range(state["step"] + 1, config["last"] + 1):
-        info = manager.save(step, {"weight": torch.full((8,), float(step)), "step": step})
+        manager.async_save(step, {"weight": torch.full((8,), float(step)), "step": step}).result(60)
+        info = manager.latest()
+        assert info is not None
         report({"step": step}, checkpoint=info)
         if step == config["fails_after"] and resumed is None and spec.rank == spec.world_size - 1:
             raise RuntimeError(f"rank {spec.rank} fails on purpose")
@@ -97,6 +101,7 @@ def test_a_checkpoint_of_the_run_is_reported_as_it_lies(ray_cluster: None, tmp_p
     # lag behind by two.
     assert seen["resumed"] == 3
     assert seen["weight"] == [3.0] * 8
+    assert seen["places"] == {"memory"}, "which the agent of the node has kept"
     assert seen["num_to_keep"] == 2
     assert Path(seen["known"]).parent == tmp_path / "inside"
     # Two groups of two ranks, each with one token of its own.
