@@ -137,18 +137,29 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     ]
 
 
-def in_group(ranks: Any, world_size: int, on_rank: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+def in_group(
+    ranks: Any, world_size: int, on_rank: Callable[..., Any], folder: Path, *args: Any, joined: bool = True
+) -> list[Any]:
     """``on_rank(rank, *args)`` in real processes that are a gloo process group, or one alone.
 
-    Raises the first error of a rank; the others may wait for it in a collective, so all are then stopped.
+    They have ``joined`` a group of ours, which tests share; else a save is the process group's own affair, for which a
+    coordinator has to start. Raises the first error of a rank; the others may wait for it in a collective, so all are
+    then stopped.
     """
     import ray
 
     store = folder / f"store-{uuid.uuid4().hex}"
-    calls = [
-        actor.call.remote(_within_group, rank, world_size, store, on_rank, args)
-        for rank, actor in enumerate(ranks.actors(world_size))
-    ]
+    if joined and world_size > 1:
+        name = ranks.group_name(world_size)
+        calls = [
+            actor.run.remote(rank, world_size, name, _within_process_group, store, on_rank, args)
+            for rank, actor in enumerate(ranks.actors(world_size))
+        ]
+    else:
+        calls = [
+            actor.call.remote(_of_none_of_ours, rank, world_size, store, on_rank, args)
+            for rank, actor in enumerate(ranks.actors(world_size))
+        ]
     waiting = list(calls)
     while waiting:
         ended, waiting = ray.wait(waiting, timeout=within(120))
@@ -159,20 +170,30 @@ def in_group(ranks: Any, world_size: int, on_rank: Callable[..., Any], folder: P
     return ray.get(calls)
 
 
-def _within_group(rank: int, world_size: int, store: Path, on_rank: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    import torch.distributed as dist
-
+def _of_none_of_ours(
+    rank: int, world_size: int, store: Path, on_rank: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     from ray_dcp.cluster import current
 
     current.set_joined(None)  # the actors are shared: other tests join groups by name
     if world_size == 1:
         return on_rank(rank, *args)
+    try:
+        return _within_process_group(rank, world_size, store, on_rank, args)
+    finally:
+        for group in list(current._lazily_joined.values()):
+            group.close()
+
+
+def _within_process_group(
+    rank: int, world_size: int, store: Path, on_rank: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
         return on_rank(rank, *args)
     finally:
-        for group in list(current._lazily_joined.values()):
-            group.close()
         dist.destroy_process_group()
         _forget_meshes()
 

@@ -27,23 +27,57 @@ def shard(rank: int, world_size: int, value: float | None = None) -> LocalShards
 
 
 def found_by_themselves(rank: int, folder: Path) -> tuple[object, ...]:
-
     group = dcp.current_group()
     again = dcp.current_group()
-    dcp.save({"t": shard(rank, 3)}, checkpoint_id=folder)
-    template = {"t": shard(rank, 3, value=-1.0)}
+    dcp.save({"t": shard(rank, 2)}, checkpoint_id=folder)
+    template = {"t": shard(rank, 2, value=-1.0)}
     dcp.load(template, checkpoint_id=folder)
     filled = template["t"].chunks[rank, 0].tolist()
     return group.rank == dist.get_rank(), group.world_size, group is again, group.name, filled
 
 
-def test_the_ranks_of_the_default_process_group_are_found(ranks, tmp_path):
-    outcomes = layouts.in_group(ranks, 3, found_by_themselves, tmp_path, tmp_path / "c")
-    names = {outcome[3] for outcome in outcomes}
-    assert len(names) == 1
-    assert [(*outcome[:3], outcome[4]) for outcome in outcomes] == [
-        (True, 3, True, [[rank + 1.0] * 3]) for rank in range(3)
-    ]
+def alone_or_not(rank: int, folder: Path) -> float:
+    dcp.save({"rank": float(rank)}, checkpoint_id=folder / str(rank), no_dist=True)
+    template = {"rank": -1.0}
+    dcp.load(template, checkpoint_id=folder / str(rank), no_dist=True)
+    return template["rank"]
+
+
+def one_fails(rank: int, folder: Path) -> tuple[str, tuple[int, ...], bool]:
+    state = {"t": shard(rank, 2)} | ({"bad": lambda: 0} if rank == 1 else {})
+    try:
+        dcp.save(state, checkpoint_id=folder)
+    except dcp.CheckpointException as error:
+        dcp.save({"t": shard(rank, 2)}, checkpoint_id=folder)
+        return error.phase, error.failed_ranks, (folder / ".metadata").exists()
+    return "", (), False
+
+
+def all_of_two(rank: int, folder: Path) -> tuple[tuple[object, ...], float, tuple[str, tuple[int, ...], bool]]:
+    """One after the other in one process group: that of each has a coordinator, which is a process."""
+    found = found_by_themselves(rank, folder / "found")
+    return found, alone_or_not(rank, folder / "alone"), one_fails(rank, folder / "fails")
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("process-group")
+    return layouts.in_group(ranks, 2, all_of_two, folder, folder, joined=False)
+
+
+def test_the_ranks_of_the_default_process_group_are_found(outcomes):
+    found = [each for each, _, _ in outcomes]
+    assert len({each[3] for each in found}) == 1
+    assert found[0][3].startswith("torch-")
+    assert [(*each[:3], each[4]) for each in found] == [(True, 2, True, [[rank + 1.0] * 3]) for rank in range(2)]
+
+
+def test_no_dist_acts_alone_within_a_process_group(outcomes):
+    assert [alone for _, alone, _ in outcomes] == [0.0, 1.0]
+
+
+def test_a_failure_of_one_reaches_all_and_the_next_save_works(outcomes):
+    assert [failure for _, _, failure in outcomes] == [("plan", (1,), True)] * 2
 
 
 def save_by_halves(rank: int, folder: Path) -> tuple[int, int, list[float], bool]:
@@ -70,38 +104,13 @@ def save_by_halves(rank: int, folder: Path) -> tuple[int, int, list[float], bool
 
 
 def test_a_process_group_that_is_passed_takes_its_place(ranks, tmp_path):
-    outcomes = layouts.in_group(ranks, 4, save_by_halves, tmp_path, tmp_path)
+    outcomes = layouts.in_group(ranks, 4, save_by_halves, tmp_path, tmp_path, joined=False)
     assert outcomes == [
         (0, 1, [0, 1], True),
         (1, 1, [0, 1], True),
         (0, 1, [2, 3], True),
         (1, 1, [2, 3], True),
     ]
-
-
-def alone_or_not(rank: int, folder: Path) -> list[float]:
-    dcp.save({"rank": float(rank)}, checkpoint_id=folder / str(rank), no_dist=True)
-    template = {"rank": -1.0}
-    dcp.load(template, checkpoint_id=folder / str(rank), no_dist=True)
-    return template["rank"]
-
-
-def test_no_dist_acts_alone_within_a_process_group(ranks, tmp_path):
-    assert layouts.in_group(ranks, 2, alone_or_not, tmp_path, tmp_path) == [0.0, 1.0]
-
-
-def one_fails(rank: int, folder: Path) -> tuple[str, tuple[int, ...], bool]:
-    state = {"t": shard(rank, 2)} | ({"bad": lambda: 0} if rank == 1 else {})
-    try:
-        dcp.save(state, checkpoint_id=folder)
-    except dcp.CheckpointException as error:
-        dcp.save({"t": shard(rank, 2)}, checkpoint_id=folder)
-        return error.phase, error.failed_ranks, (folder / ".metadata").exists()
-    return "", (), False
-
-
-def test_a_failure_of_one_reaches_all_and_the_next_save_works(ranks, tmp_path):
-    assert layouts.in_group(ranks, 2, one_fails, tmp_path, tmp_path / "c") == [("plan", (1,), True)] * 2
 
 
 WITHOUT_RAY = """
