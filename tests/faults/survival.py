@@ -258,6 +258,17 @@ ROWS = (
         ),
     ),
     Row(
+        "the state is changed while it is staged beside the training (`overlap=True`)",
+        "a step of a torch optimizer waits for the copy; any other change that torch counts fails the save on all ranks "
+        "(`TornStagingError`)",
+        "1 s",
+        "the previous checkpoint",
+        (
+            "protocol.test_overlap::test_a_step_of_an_optimizer_waits_for_it",
+            "protocol.test_overlap::test_what_was_changed_meanwhile_is_not_committed_on_any_rank",
+        ),
+    ),
+    Row(
         "an asynchronous save fails and nobody looks",
         "the next save or load does its own work, then raises it on the ranks where nobody looked; told on stderr "
         "where no call comes",
