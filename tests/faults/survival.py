@@ -259,8 +259,8 @@ ROWS = (
     ),
     Row(
         "the state is changed while it is staged beside the training (`overlap=True`)",
-        "a step of a torch optimizer waits for the copy; any other change that torch counts fails the save on all ranks "
-        "(`TornStagingError`)",
+        "a step of a torch optimizer waits for the copy; any other change that torch counts fails the save on all "
+        "ranks (`TornStagingError`)",
         "1 s",
         "the previous checkpoint",
         (

@@ -100,10 +100,11 @@ state = {"w": torch.arange(3_000_000) + 1, "n": [1], "s": torch.tensor(1.0)}
 dcp.async_save(state, checkpoint_id=place + "/before").result()
 child = dcp.api.alone.writer_process._child
 assert child.is_up(60)
-state["w"] += 1
-state["n"][0] = 2
-state["s"] += 1
-dcp.async_save(state, checkpoint_id=place + "/now")
+for value, name in ((2, "first"), (3, "now")):
+    state["w"] += 1
+    state["n"][0] = value
+    state["s"] += 1
+    dcp.async_save(state, checkpoint_id=place + "/" + name)
 state["w"].zero_()
 print(open(f"/proc/self/fdinfo/{child._alive}").read())
 sys.stdout.flush()
@@ -124,8 +125,11 @@ def test_a_process_that_is_killed_when_the_call_has_returned_loses_nothing(how, 
     pid = next(int(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("Pid:"))
     until(lambda: is_gone(pid), "the child ends when it has nothing left to do")
     require_saved(tmp_path / "before", 1)
-    require_saved(tmp_path / "now", 2)
+    require_saved(tmp_path / "first", 2)
+    require_saved(tmp_path / "now", 3)
     assert f"the process that saved {tmp_path}/now is gone; its save is committed" in ended.stderr
+    committed = [(tmp_path / name / ".metadata").stat().st_mtime_ns for name in ("before", "first", "now")]
+    assert committed == sorted(committed)
 
 
 def test_a_save_is_written_by_a_child_that_has_no_torch_and_is_nobodys_to_wait_for(alone, tmp_path):
