@@ -163,8 +163,8 @@ def async_save(
 
     Returns when what this rank will write is copied: then the state dict may change. In a group an agent of the node
     writes the copy, else a child of this process, so that whoever is killed from then on loses nothing. The first save
-    starts it and may be without it; ``RAY_DCP_AGENTS=0``, or a planner or writer of yours, leaves the writing to a
-    thread here.
+    starts it and may be without it, unless ``warm_up`` has come before; ``RAY_DCP_AGENTS=0``, or a planner or writer of
+    yours, leaves the writing to a thread here.
 
     At most ``max_in_flight`` saves (2, or what ``RAY_DCP_MAX_IN_FLIGHT`` says) are staged and not committed, each in
     memory of its own; they are written and committed in their order, and one that fails does not take the next with it.
