@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,7 +118,7 @@ class OtherNodes(Protocol):
     node: str
     """The node that this agent is on."""
 
-    def keepers(self) -> Sequence[CopyKeeper]:
+    def keepers(self) -> Iterable[CopyKeeper]:
         """All of them, the one first that is to keep copies for this node."""
         ...
 

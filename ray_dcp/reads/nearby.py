@@ -139,18 +139,27 @@ class PeerPlace:
 
 
 class NearbyFiles:
-    """The places of a checkpoint's files, by key, nearest first. Threads may share it."""
+    """The places of a checkpoint's files, by key, nearest first. Threads may share it.
 
-    def __init__(self, places: Mapping[str, Iterable[Place]]) -> None:
+    ``look_farther`` gives those of files that ``places`` does not have; it is called once, when one is wanted.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, Iterable[Place]],
+        look_farther: Callable[[], Mapping[str, Iterable[Place]]] | None = None,
+    ) -> None:
         self._places = {key: tuple(of_key) for key, of_key in places.items()}
         self._all = [place for of_key in self._places.values() for place in of_key]
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._look_farther = look_farther
         self.nbytes: Counter[str] = Counter()
         """Bytes that were read, by the kind of place; of the store, too."""
 
     def has(self, key: str) -> bool:
         """Whether some place nearer than the store has the file."""
-        return bool(self._places.get(key))
+        return self._nearest(key) is not None
 
     def traits(self, key: str) -> StoreTraits | None:
         """How the file is best read where it is nearest; None where that is the store."""
@@ -188,13 +197,25 @@ class NearbyFiles:
 
     def close(self) -> None:
         """Let go of all places; what is read from now on comes from the store."""
-        with self._lock:
-            self._places = {}
+        with self._looking, self._lock:
+            self._places, self._look_farther = {}, None
         for place in self._all:
             place.close()
 
     def _nearest(self, key: str) -> Place | None:
+        if key not in self._places and self._look_farther is not None:
+            self._find_farther()
         return next(iter(self._places.get(key, ())), None)
+
+    def _find_farther(self) -> None:
+        with self._looking:
+            if self._look_farther is None:
+                return  # another thread has
+            found = {key: tuple(of_key) for key, of_key in self._look_farther().items()}
+            with self._lock:
+                self._places = found | self._places
+                self._all += [place for of_key in found.values() for place in of_key]
+            self._look_farther = None
 
     def _leave(self, key: str, place: Place, why: Exception) -> None:
         """Read no more of this file at ``place``, unless another thread has found that out before."""
@@ -225,8 +246,8 @@ class Neighbours(Protocol):
 def nearby_files(place: str, neighbours: Neighbours, entries: EntryTable) -> NearbyFiles | None:
     """The files of the checkpoint at ``place``, with these entries, that are in memory; None where none is.
 
-    Their keys have the attempt's name, and none of them ends before an entry does. Other nodes are asked only where
-    this one does not have all.
+    Their keys have the attempt's name, and none of them ends before an entry does. Where this node has some of them,
+    others are asked only when a file is wanted that it does not have: with many nodes that is a question to each.
     """
     ends: defaultdict[str, int] = defaultdict(int)
     for key, offset, nbytes in zip(
@@ -237,19 +258,26 @@ def nearby_files(place: str, neighbours: Neighbours, entries: EntryTable) -> Nea
     def is_one(file: HeldFile) -> bool:
         return file.key in ends and ends[file.key] <= file.nbytes
 
-    found: defaultdict[str, list[Place]] = defaultdict(list)
-    for file in filter(is_one, neighbours.held_nearby(place)):
-        found[file.key].append(BufferPlace(file))
-    if len(found) < len(ends):
+    found: dict[str, list[Place]] = {
+        file.key: [BufferPlace(file)] for file in neighbours.held_nearby(place) if is_one(file)
+    }
+    elsewhere = ends.keys() - found.keys()
+
+    def at_peers() -> Mapping[str, Sequence[Place]]:
         lost: set[str] = set()
-        elsewhere = ends.keys() - found.keys()
+        held: defaultdict[str, list[Place]] = defaultdict(list)
         for of_peer in neighbours.held_by_peers(place, elsewhere):
             if of_peer.file.key in elsewhere and is_one(of_peer.file):
-                found[of_peer.file.key].append(PeerPlace(of_peer, lost))
-    if found and len(found) < len(ends):
-        logger.warning("%d of the %d files of %s are in no node's memory any more, and are read from storage",
-                       len(ends) - len(found), len(ends), without_keys(place))  # fmt: skip
-    return NearbyFiles(found) if found else None
+                held[of_peer.file.key].append(PeerPlace(of_peer, lost))
+        if (found or held) and len(held) < len(elsewhere):
+            logger.warning("%d of the %d files of %s are in no node's memory any more, and are read from storage",
+                           len(elsewhere) - len(held), len(ends), without_keys(place))  # fmt: skip
+        return held
+
+    if found:
+        return NearbyFiles(found, at_peers if elsewhere else None)
+    held = at_peers() if elsewhere else {}
+    return NearbyFiles(held) if held else None
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

@@ -96,7 +96,7 @@ class OneNode:
         self.agent.memory.left(rank)
 
 
-class _RanksOnNodes(ThreadRanks):
+class RanksOnNodes(ThreadRanks):
     """Ranks of which each has the agent of its node."""
 
     def __init__(self, nodes: list[OneNode], **options: Any) -> None:
@@ -118,7 +118,7 @@ class Nodes:
         for name in "abcdef"[:num_nodes]:
             self.by_name[name] = OneNode(name, self.by_name, coordinator)
         self.nodes = list(self.by_name.values())
-        self.ranks = _RanksOnNodes(self.nodes, coordinator=coordinator)
+        self.ranks = RanksOnNodes(self.nodes, coordinator=coordinator)
         self.groups = [ThreadGroup(self.ranks, rank) for rank in range(num_nodes)]
         for group in self.groups:
             group.background = BackgroundSaves(spares_newest=True)
@@ -141,7 +141,7 @@ class Nodes:
 
     def load(self, place: Any, on_nodes: str, value: float) -> list[dcp.LoadReport]:
         """The reports of a load by new ranks on these nodes; all values are those of ``value``."""
-        loading = _RanksOnNodes([self.by_name[name] for name in on_nodes])
+        loading = RanksOnNodes([self.by_name[name] for name in on_nodes])
         width = COLUMNS // len(on_nodes)
         templates = [template_of(rank * width, width, len(self.nodes)) for rank in range(len(on_nodes))]
         reports = require_no_errors(loading.load(templates, place))

@@ -6,12 +6,15 @@ import logging
 import threading
 
 import pytest
+import torch
 
+from ray_dcp import LocalShards
 from ray_dcp.format.names import parse_shard_file
 from ray_dcp.staging.peers import peer
 from ray_dcp.staging.shared_buffer import SharedBuffer
-from tests.protocol.nodes_in_process import Nodes
+from tests.protocol.nodes_in_process import COLUMNS, Nodes, RanksOnNodes, whole
 from tests.protocol.test_loads_from_memory import entries_of, lose_shards
+from tests.ranks import require_no_errors
 from tests.slack import within
 from tests.staging.own_process import descriptors
 
@@ -50,12 +53,27 @@ def test_what_other_nodes_have_in_memory_is_read_there_and_not_in_the_store(node
             assert by_place["memory"] + by_place["peer"] >= report.nbytes_loaded
 
 
-def test_peers_are_asked_only_where_the_own_node_does_not_have_all(tmp_path):
-    nodes = Nodes(1)
+def test_peers_are_asked_once_and_only_for_what_the_own_node_does_not_have(nodes, tmp_path):
     nodes.save(tmp_path / "c", 1.0)
-    assert nodes.sources(tmp_path / "c", "a", 1.0) == [{"memory"}]
-    assert nodes.nodes[0].asked == 0
-    nodes.close()
+    by_itself = RanksOnNodes(nodes.nodes)
+    templates = [{"rows": LocalShards((3, COLUMNS), {(rank, 0): torch.zeros(1, COLUMNS)})} for rank in range(3)]
+    reports = require_no_errors(by_itself.load(templates, tmp_path / "c", strict=False))
+    assert [report.nbytes_by_place["storage"] for report in reports] == [0] * 3
+    assert [torch.equal(template["rows"].chunks[(rank, 0)][0], whole(3, 1.0)["rows"][rank])
+            for rank, template in enumerate(templates)] == [True] * 3  # fmt: skip
+    assert [node.asked for node in nodes.nodes] == [0] * 3
+    nodes.load(tmp_path / "c", "abc", 1.0)
+    assert [node.asked for node in nodes.nodes] == [1] * 3
+
+
+def test_peers_are_asked_where_the_own_node_has_nothing(nodes, tmp_path):
+    nodes.save(tmp_path / "c", 1.0)
+    nodes.by_name["a"].agent.memory.close()
+    assert nodes.sources(tmp_path / "c", "a", 1.0) == [{"peer"}]
+    for node in nodes.nodes:
+        node.agent.memory.close()
+    (report,) = nodes.load(tmp_path / "c", "a", 1.0)
+    assert report.nbytes_by_place == {"storage": report.nbytes_read}
 
 
 def test_a_peer_that_is_gone_is_left_at_once_for_all_its_files(nodes, tmp_path, caplog):

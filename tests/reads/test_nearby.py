@@ -11,9 +11,11 @@ import pytest
 from ray_dcp.errors import CorruptCheckpointError, ObjectNotFoundError
 from ray_dcp.reads import nearby
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
-from ray_dcp.reads.nearby import BufferPlace, NearbyFiles, PlaceLostError
+from ray_dcp.reads.nearby import BufferPlace, NearbyFiles, PeerPlace, PlaceLostError
 from ray_dcp.staging.memory_tier import HeldFile
-from ray_dcp.staging.shared_buffer import SharedBuffer
+from ray_dcp.staging.peers import peer as peer_module
+from ray_dcp.staging.peers.peer import PeerFile, PeerGoneError, PeerLostError
+from ray_dcp.staging.shared_buffer import BufferName, SharedBuffer
 from ray_dcp.store.memory import MemoryStore
 from tests.staging.own_process import descriptors
 
@@ -114,6 +116,68 @@ def test_a_file_that_is_in_memory_is_not_even_opened_in_the_store():
     assert checked_read(files) == RIGHT[3:8]
     with pytest.raises(ObjectNotFoundError):
         checked_read(files)
+
+
+class AtPeer:
+    """A peer that is gone from its ``gone``-th chunk on, and has lost the file from its ``loses``-th."""
+
+    def __init__(self, gone: int = 1000, loses: int = 1000) -> None:
+        self.node, self.gone, self.loses, self.asked = "n", gone, loses, 0
+
+    def begin(self, file, offset, nbytes):
+        self.asked += 1
+        if self.asked >= self.gone:
+            raise PeerGoneError("it has not answered")
+        if self.asked >= self.loses:
+            raise PeerLostError("it does not have the file any more")
+        return lambda: RIGHT[offset : offset + nbytes]
+
+
+def at_peer(peer: AtPeer, lost: set[str]) -> PeerPlace:
+    return PeerPlace(PeerFile(HeldFile("/c", KEY, len(RIGHT), BufferName("", 0, 0, 0), 0), peer), lost)
+
+
+@pytest.mark.parametrize("lengths", [(200,), (1, 0, 9, 10, 11, 160), (7,) * 28])
+def test_chunks_of_a_peer_fill_buffers_one_after_the_other(monkeypatch, lengths):
+    monkeypatch.setattr(peer_module, "CHUNK_NBYTES", 10)
+    buffers = [memoryview(bytearray(length)) for length in lengths]
+    at_peer(AtPeer(), set()).fill(0, buffers)
+    assert b"".join(buffers) == RIGHT[: sum(lengths)]
+
+
+def test_a_peer_that_does_not_answer_is_not_asked_again_for_any_file():
+    peer, lost = AtPeer(gone=2), set()
+    first, other = at_peer(peer, lost), at_peer(peer, lost)
+    buffer = memoryview(bytearray(5))
+    other.fill(0, [buffer])
+    for place in (first, other):
+        with pytest.raises(PlaceLostError, match="node n"):
+            place.fill(0, [buffer])
+    assert peer.asked == 2
+
+
+def test_a_peer_that_has_lost_one_file_is_asked_for_the_others():
+    peer, lost = AtPeer(loses=1), set()
+    for place in (at_peer(peer, lost), at_peer(peer, lost)):
+        with pytest.raises(PlaceLostError, match="does not have the file"):
+            place.fill(0, [memoryview(bytearray(5))])
+    assert peer.asked == 2
+
+
+def test_what_lies_farther_is_looked_for_once_and_when_it_is_wanted():
+    looks, far = [], Somewhere("peer")
+
+    def look():
+        looks.append(None)
+        return {"far": [far]}
+
+    near = NearbyFiles({KEY: [Somewhere("memory", loses=1)]}, look)
+    assert filled(near) == RIGHT[3:8], "from the store: what the nearest place has lost is not looked for farther"
+    assert looks == []
+    assert (near.has("far"), near.has("nowhere")) == (True, False)
+    assert len(looks) == 1
+    near.close()
+    assert far.closed
 
 
 def test_two_threads_that_find_the_same_damage_both_get_the_next_place(caplog):

@@ -152,7 +152,7 @@ class AgentLink:
             return ()
         try:
             return PeerAgents(self._group).held(place, keys)
-        except RayError as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with an agent, a load has the storage
             logger.warning("the node agents of group %r on other nodes are not found, so nothing is read from their "
                            "memory: %s", self._group, first_line_of(error))  # fmt: skip
             return ()

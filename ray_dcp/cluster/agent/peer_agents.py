@@ -6,7 +6,7 @@ Whatever is asked has a limit: a node that is lost does not answer, and Ray know
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -65,14 +65,14 @@ class PeerAgents:
         self.node: str = ray.get_runtime_context().get_node_id()
         self._group = group
 
-    def keepers(self) -> list[PeerAgent]:
-        return list(self._found(peers_of(self.node, self._zones())))
+    def keepers(self) -> Iterator[PeerAgent]:
+        return self._found(peers_of(self.node, self._zones()))
 
     def find(self, node: str) -> PeerAgent:
-        found = self._found([node])
-        if not found:
+        found = next(self._found([node]), None)
+        if found is None:
             raise PeerGoneError("its agent is gone")
-        return found[0]
+        return found
 
     def held(self, place: str, keys: Collection[str]) -> Sequence[PeerFile]:
         """The files of the checkpoint at ``place`` that other nodes have in memory, if they say so at once.
@@ -80,8 +80,11 @@ class PeerAgents:
         It does not wait for more answers once there are all of ``keys``: a lost node does not answer.
         """
         until = time.monotonic() + _ALL_HELD_TIMEOUT_S
-        peers = self._found(peers_of(self.node, self._zones()))
-        asked = {peer.handle.held.remote(place): peer for peer in peers}
+        asked = {}
+        for peer in self._found(peers_of(self.node, self._zones())):
+            asked[peer.handle.held.remote(place)] = peer
+            if time.monotonic() > until:  # there are very many of them, or Ray is busy
+                break
         held: list[PeerFile] = []
         missing, waiting = set(keys), list(asked)
         while missing and waiting and (left_s := until - time.monotonic()) > 0:
@@ -102,12 +105,10 @@ class PeerAgents:
             if node["NodeID"] == self.node or (node["Alive"] and agent_name(self._group, node["NodeID"]) in names)
         }
 
-    def _found(self, nodes: Sequence[str]) -> list[PeerAgent]:
-        found = []
+    def _found(self, nodes: Sequence[str]) -> Iterator[PeerAgent]:
         for node in nodes:
             with suppress(ValueError):  # it has ended meanwhile
-                found.append(PeerAgent(node, ray.get_actor(agent_name(self._group, node), namespace=NAMESPACE)))
-        return found
+                yield PeerAgent(node, ray.get_actor(agent_name(self._group, node), namespace=NAMESPACE))
 
 
 def agent_name(group: str, node_id: str) -> str:
@@ -119,7 +120,7 @@ def _answer(reference: Any, timeout_s: float) -> Any:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError as error:
         raise PeerGoneError(f"it has not answered for {timeout_s:g} s") from error
-    except RayError as error:
+    except Exception as error:  # whatever is wrong there, there is the next place
         raise PeerGoneError(first_line_of(error)) from error
 
 

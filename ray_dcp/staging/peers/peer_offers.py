@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from ray_dcp.errors import ConfigError
@@ -51,7 +51,7 @@ class CopyKeeper(Protocol):
 class PeerOffers:
     """The offers of one agent. ``others`` gives the group's other nodes, the one first that is to have the copy."""
 
-    def __init__(self, others: Callable[[], Sequence[CopyKeeper]]) -> None:
+    def __init__(self, others: Callable[[], Iterable[CopyKeeper]]) -> None:
         self._others = others
         self._changed = threading.Condition()
         self._open: dict[int, CopyOffer] = {}
