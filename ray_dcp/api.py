@@ -28,6 +28,7 @@ from ray_dcp.planning.template.stored_names import NameChoice, Rename
 from ray_dcp.protocol.call import Call, phase
 from ray_dcp.protocol.engines.locations import named, require_reachable
 from ray_dcp.protocol.exception import CheckpointException, RankFailure
+from ray_dcp.protocol.memory_steps import KeptSteps, StepToLoad
 from ray_dcp.protocol.messages import CHOOSE, FailedLoad, NewestPart
 from ray_dcp.protocol.rank.async_save import save_behind
 from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
@@ -49,6 +50,7 @@ from ray_dcp.protocol.steps import (
     load_steps,
     save_steps,
 )
+from ray_dcp.reads.checkpoint import FromMemory
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import (
     DEFAULT_REPLICA_NBYTES,
@@ -313,17 +315,22 @@ def load(
 
 def newest(
     root: CheckpointId, *, group: RankGroup | None = None, after: FailedLoad | None = None
-) -> CheckpointInfo | None:
+) -> tuple[CheckpointInfo | None, tuple[StepToLoad, FromMemory] | None]:
     """The newest checkpoint under ``root`` that is committed and whole; every rank calls this and all get the same.
 
-    None where there is no such checkpoint. With ``after``, a load that failed on all ranks, it is the newest one older
-    than that step, and None where no rank saw damaged bytes. This never raises ``EarlierSaveError``: it is a part of a
-    load, which does.
+    That is one in storage, and one in memory alone where that is newer: the step, and what this rank has of it. None
+    where there is no such checkpoint. With ``after``, a load that failed on all ranks, it is the newest one in storage
+    that is older than that step, and None where no rank saw damaged bytes. This never raises ``EarlierSaveError``: it
+    is a part of a load, which does.
     """
     call, _ = _start_call("newest", named(root), ranks_of(group, None, no_dist=False))
     with phase(call, Phase.CHOOSE):
         require_reachable(call.checkpoint_id, in_one_process=call.in_one_process)
-        return call.exchange(CHOOSE, NewestPart(call.checkpoint_id, after))
+        kept = KeptSteps(() if after is not None else call.kept_nearby(call.checkpoint_id))
+        found = call.exchange(CHOOSE, NewestPart(call.checkpoint_id, after, kept.steps))
+    step = found.in_memory
+    brought = kept.opened(step) if step is not None and step.brought_by == call.rank else None
+    return found.stored, None if step is None else (step, FromMemory(brought))
 
 
 def tell_earlier(kind: str, group: RankGroup | None) -> None:

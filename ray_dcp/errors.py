@@ -24,7 +24,7 @@
     |-- ForkedProcessError                     a forked process has neither its parent's saves nor its group
     |-- StagingError                           the shared memory of asynchronous saves
     |   |-- StagingMemoryError                   there is not enough for a buffer
-    |   |-- StagingLostError                     the buffer of another process is gone
+    |   |-- StagingLostError / StepNotKeptError  the buffer of another process is gone; a step could not stay in memory
     |   |-- StagingBusyError (TimeoutError)      all buffers are in use
     |   `-- SavesInFlightError / SaveSkippedError / TornStagingError   too many at once; left out for that; changed
     |-- GroupError

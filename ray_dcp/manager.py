@@ -36,11 +36,14 @@ from ray_dcp.cluster.group import RankGroup
 from ray_dcp.cluster.train_context import experiment_root
 from ray_dcp.errors import ConfigError, CorruptCheckpointError, EarlierSaveError, RayDcpError, StoreError
 from ray_dcp.format.names import require_step, step_folder
+from ray_dcp.pace.interval import MEMORY, STORAGE
 from ray_dcp.pace.pacer import Due, Forming, Pacer
 from ray_dcp.planning.template.stored_names import Rename
 from ray_dcp.protocol.exception import CheckpointException
 from ray_dcp.protocol.messages import FailedLoad
-from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, InFlight, PaceSettings, replica_check_from
+from ray_dcp.reads.reader import StoreReader
+from ray_dcp.settings import DEFAULT_REPLICA_NBYTES, InFlight, PaceSettings, replica_check_from, require_count
+from ray_dcp.staging.buffer_errors import StepNotKeptError
 from ray_dcp.staging.peers.peer_offers import replicas_from
 from ray_dcp.store.location.urls import join_url
 from ray_dcp.write.writer import StoreWriter
@@ -57,6 +60,9 @@ class CheckpointManager:
     is the share of the time that saves may take where ``due`` says when to save (0.01, or what ``RAY_DCP_OVERHEAD``
     says), ``mtbf_s`` the mean time between failures of the run (by default ``RAY_DCP_MTBF_S``, else what is seen).
     ``max_in_flight``, ``when_busy`` and ``replicas`` are those of ``ray_dcp.async_save``.
+    With ``memory_every=N`` every N-th step is due, too, to be kept in the memory of the ranks' nodes alone (``due``,
+    ``async_save``): a run that loses a rank goes on from there (``load``), one whose memory is lost from the newest
+    step in storage.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class CheckpointManager:
         max_in_flight: int | None = None,
         when_busy: str | None = None,
         replicas: int | None = None,
+        memory_every: int | None = None,
     ) -> None:
         found = root if root is not None else experiment_root()
         if found is None:
@@ -89,7 +96,15 @@ class CheckpointManager:
         limit = InFlight.from_variables(os.environ, max_in_flight=max_in_flight, when_busy=when_busy)
         self._in_flight: dict[str, Any] = {"max_in_flight": limit.max_in_flight, "when_busy": limit.when_busy}
         self._replicas = replicas_from(os.environ, replicas)
-        self._pacer = Pacer(PaceSettings.from_variables(os.environ, overhead=overhead, mtbf_s=mtbf_s))
+        self._in_memory = self._in_flight if when_busy else self._in_flight | {"when_busy": "skip"}
+        """Where nothing is said a save in memory never makes training wait."""
+        if memory_every is not None:
+            require_count("memory_every", memory_every)
+        settings = PaceSettings.from_variables(os.environ, overhead=overhead, mtbf_s=mtbf_s)
+        self._pacer = Pacer(settings, memory_every=memory_every)
+        self._due: Due | None = None
+        """The last answer."""
+        self._unkept_is_told = False
         self._root_is_known = False
         self._async_saves: list[AsyncSaveResponse] = []
         """Those under way, and those that have failed without anybody having looked."""
@@ -119,24 +134,67 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         *,
         overlap: bool = False,
+        tier: str | None = None,
     ) -> AsyncSaveResponse:
         """Save a step in the background; returns when the state dict may change, with ``overlap`` before that.
 
         ``overlap`` is that of ``ray_dcp.async_save``: read there what must wait. ``metrics`` are those of ``save``.
         Raises what ``ray_dcp.async_save`` raises, and ``ConfigError`` as ``save``. A step that is skipped, with
         ``when_busy="skip"``, stays due.
+
+        ``tier`` is "storage" or "memory", the same on all ranks: by default what ``due`` has just said of this step,
+        else "storage". A step in memory is never written; the response is done when all ranks' parts are sealed there.
+        Where it cannot be kept (no node agent is up, no group) the response is ``skipped``, and a warning says why,
+        once. So is one beyond ``max_in_flight``, unless the manager was given ``when_busy``.
         """
+        if self._tier_of(step, tier) == MEMORY:
+            return self._save_in_memory(step, state_dict, metrics, overlap=overlap)
         writer = self._writer(step, metrics)
         options = self._replica_check | self._in_flight | {"overlap": overlap, "replicas": self._replicas}
         with self._timed(writer), carrying(self._follow):
             response = async_save(state_dict, storage_writer=writer, group=self._group, **options)
         return self._follow(response)
 
+    def _tier_of(self, step: int, tier: str | None) -> str:
+        if tier not in (None, MEMORY, STORAGE):
+            with preparing("save", self._group):
+                raise ConfigError("tier", f'{tier!r} is none of "{STORAGE}", "{MEMORY}" and None')
+        due = self._due if self._due is not None and self._due.step == step else None
+        return tier or (due.tier if due is not None else None) or STORAGE
+
+    def _save_in_memory(
+        self, step: int, state_dict: Mapping[str, Any], metrics: Mapping[str, Any] | None, *, overlap: bool
+    ) -> AsyncSaveResponse:
+        """As ``async_save``. The rhythm of saves to storage knows nothing of it."""
+        began = self._pacer.now()
+        with preparing("save", self._group):
+            writer = StoreWriter(self.checkpoint_id(step), step=step, metrics=metrics)
+        writer.in_memory = True
+        options = self._replica_check | self._in_memory | {"overlap": overlap, "replicas": self._replicas}
+        try:
+            with carrying(self._keep_track):
+                response = async_save(state_dict, storage_writer=writer, group=self._group, **options)
+        finally:
+            self._pacer.saved(writer.step or 0, began, succeeded=False)
+        return self._keep_track(response)
+
+    def _keep_track(self, response: AsyncSaveResponse) -> AsyncSaveResponse:
+        """Have ``wait`` and ``close`` know of a save in memory; say once that steps are not kept."""
+        response.add_done_callback(self._tell_unkept)
+        if not response.skipped:
+            self._async_saves = [one for one in self._async_saves if not one.is_over_and_told()] + [response]
+        return response
+
+    def _tell_unkept(self, ended: futures.Future[Any]) -> None:
+        why = ended.exception()
+        if isinstance(why, StepNotKeptError) and not self._unkept_is_told:
+            self._unkept_is_told = True
+            logger.warning("memory_every: %s. A run that is interrupted goes on from an older step", why)
+
     def _follow(self, response: AsyncSaveResponse) -> AsyncSaveResponse:
         if response.skipped:
             return response
-        told = [one for one in self._async_saves if one.done() and one.untold_failure() is None]
-        self._async_saves = [one for one in self._async_saves if one not in told] + [response]
+        self._async_saves = [one for one in self._async_saves if not one.is_over_and_told()] + [response]
         drain = self._pacer.drain_begins()
         response.add_done_callback(lambda _: drain.end())
         return response
@@ -155,9 +213,11 @@ class CheckpointManager:
 
         Ask at each step, on every rank: the times between are how long a step takes. It makes no call and takes
         microseconds. Every rank gets the same answer, since it depends on the step and on what all have agreed on as a
-        part of their last save or load alone. ``docs/when_to_save.md`` has the rules.
+        part of their last save or load alone. ``docs/when_to_save.md`` has the rules. ``.tier`` says where to, which
+        ``async_save`` goes by: "storage", or with ``memory_every`` "memory" at those of its steps that are not.
         """
-        return self._pacer.due(require_step(step), self._forming())
+        self._due = self._pacer.due(require_step(step), self._forming())
+        return self._due
 
     def load(
         self,
@@ -177,7 +237,9 @@ class CheckpointManager:
 
         Other arguments as in ``ray_dcp.load``, whose report is kept as ``last_load``.
 
-        Which one is newest is looked up once for all ranks. With ``fallback``, on all ranks alike, a step whose stored
+        Which one is newest is looked up once for all ranks. One that is in memory alone counts as long as all of it is
+        there (``memory_every``): if some of it turns out to be lost, the newest in storage is loaded instead, with a
+        warning. A ``step`` is one in storage. With ``fallback``, on all ranks alike, a step whose stored
         bytes turn out to be damaged is given up with a warning in the log for the newest older one, and so on; when
         none is left the error of the first is raised.
         """
@@ -193,44 +255,56 @@ class CheckpointManager:
             skip=skip,
             rename=rename,
         )
-        self.last_load = None
+        self.last_load, reader = None, None
         if step is None:
-            found = newest(self.root, group=self._group)
-            if found is None or found.step is None:
+            found, in_memory = newest(self.root, group=self._group)
+            if in_memory is not None:
+                step, place = in_memory[0].step, in_memory[0].place
+                reader = StoreReader(place, trusted=trusted, from_memory=in_memory[1])
+                self._say_from_memory(step, found)
+            elif found is None or found.step is None:
                 tell_earlier("load", self._group)
                 return None
-            step, place = found.step, found.checkpoint_id
+            else:
+                step, place = found.step, found.checkpoint_id
         else:
             place = ""
             found = None
         first: RayDcpError | None = None
         while True:
             try:
-                self.last_load = asked(checkpoint_id=place or self._place_of(step))
+                self.last_load = asked(checkpoint_id=place or self._place_of(step), storage_reader=reader)
                 return self._went_on_from(step, found)
             except EarlierSaveError as earlier:
                 self.last_load, earlier.result = earlier.result, self._went_on_from(step, found)
                 raise
             except RayDcpError as error:
-                older = self._older(FailedLoad(step, is_damage(error))) if fallback else None
+                failed = FailedLoad(step, is_damage(error), from_memory=reader is not None)
+                older = self._older(failed) if fallback or failed.from_memory else None
                 first = first if first is not None and is_damage(error) else error
                 if older is None or older.step is None:
                     raise first from first.__cause__
                 logger.warning("%s; going on with step %d", error.args[0], older.step)
-                found, step, place = older, older.step, older.checkpoint_id
+                found, step, place, reader = older, older.step, older.checkpoint_id, None
+
+    def _say_from_memory(self, step: int, stored: CheckpointInfo | None) -> None:
+        if self._rank == 0:
+            newest_stored = "there is none in storage" if stored is None else f"the newest in storage is {stored.step}"
+            logger.info("step %d is loaded from memory; %s", step, newest_stored)
 
     def _went_on_from(self, step: int, found: CheckpointInfo | None) -> int:
-        """Note that training goes on from ``step``; ``found`` is the same on all ranks, or None on all."""
+        """Note that training goes on from ``step``; ``found``, the newest in storage, is the same on all ranks."""
         step = operator.index(step)
-        self._pacer.loaded(step, found.pace if found is not None else None, self._forming())
+        pace, stored_step = (found.pace, found.step) if found is not None else (None, None)
+        self._pacer.loaded(step, pace, self._forming(), stored_step=stored_step)
         return step
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest step that is committed and whole; None when there is none."""
+        """The newest step in storage that is committed and whole; None when there is none."""
         return newest_step(self.root)
 
     def list(self) -> list[CheckpointInfo]:
-        """All committed steps, oldest first."""
+        """All steps that are committed in storage, oldest first."""
         found = [info for info in list_checkpoints(self.root) if info.step is not None]
         if not found:
             require_root(self.root)
@@ -265,7 +339,7 @@ class CheckpointManager:
     def _older(self, failed: FailedLoad) -> CheckpointInfo | None:
         """The step to load in place of one that failed, the same on all ranks; None to give up."""
         try:
-            return newest(self.root, group=self._group, after=failed)
+            return newest(self.root, group=self._group, after=failed)[0]
         except RayDcpError as error:
             # The load's own error is the one to raise: a rank that was lost in it is missing here too.
             logger.warning("no older step can be looked up: %s", error)

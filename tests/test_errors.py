@@ -44,6 +44,7 @@ EXAMPLES = [
     buffer_errors.SavesInFlightError(max_in_flight=2, busy_ranks=[0, 3]),
     buffer_errors.TornStagingError(["model.w", "optimizer.step"]),
     buffer_errors.SaveSkippedError(max_in_flight=1, busy_ranks=[1]),
+    buffer_errors.StepNotKeptError(reason="rank 1 has no agent on its node (RAY_DCP_AGENTS=0)"),
     errors.GroupError("something", group="run-7"),
     errors.JoinTimeoutError(group="run-7", world_size=4, missing_ranks=[1, 3], timeout_s=60),
     errors.RankConflictError("joined twice", group="run-7", rank=2),

@@ -23,6 +23,8 @@ from ray_dcp.wording import counted, format_seconds
 
 STORAGE = "storage"
 """The tier of checkpoints that are committed to a store."""
+MEMORY = "memory"
+"""The tier of steps that stay in the memory of nodes and never go to a store."""
 FIRST_AFTER_STEPS = 10
 """A run saves first after this many steps: there is nothing to go by before."""
 UNMEASURED_INTERVAL_S = 300.0

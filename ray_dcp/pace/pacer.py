@@ -17,6 +17,7 @@ from typing import Any
 
 from ray_dcp.pace.interval import (
     FIRST_AFTER_STEPS,
+    MEMORY,
     STORAGE,
     Figures,
     Interval,
@@ -42,9 +43,13 @@ class Due:
     now: bool
     step: int
     next_step: int
-    """The first step at which a save is due."""
+    """The first step at which a save to storage is due."""
     interval: Interval | None
     """What all ranks agreed on at their last save; None before that."""
+    tier: str | None = None
+    """Where the step is to be kept: "storage", or "memory" alone (``memory_every``); None where no save is due."""
+    memory_every: int | None = None
+    """Every how many steps one is to be kept in memory."""
 
     def __bool__(self) -> bool:
         return self.now
@@ -52,9 +57,12 @@ class Due:
     @property
     def why(self) -> str:
         """One sentence: when a save is due, and the figures by which."""
-        when = f"step {self.step}: " + (
-            "a save is due" if self.now else f"the next save is due at step {self.next_step}"
-        )
+        due = f"the next save is due at step {self.next_step}"
+        if self.tier == MEMORY:
+            due = f"a save in memory is due (memory_every={self.memory_every}), one to storage at step {self.next_step}"
+        elif self.now:
+            due = "a save is due"
+        when = f"step {self.step}: {due}"
         if self.interval is None:
             return f"{when}; the first comes after {FIRST_AFTER_STEPS} steps, to see what a step and a save take"
         return f"{when}; {self.interval.why}"
@@ -85,10 +93,14 @@ class Drain:
 class Pacer:
     """What one rank knows of its steps and saves. One thread uses it; only a ``Drain`` may be ended by another."""
 
-    def __init__(self, settings: PaceSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: PaceSettings, clock: Callable[[], float] = time.monotonic, *, memory_every: int | None = None
+    ) -> None:
+        """``memory_every``: every how many steps one is to be kept in memory, where it does not go to storage."""
         self.interval: Interval | None = None
         self._settings = settings
         self._clock = clock
+        self._memory_every = memory_every
         self._steps = _StepTimes()
         self._from_step: int | None = None
         self._forming: Forming | None = None
@@ -114,7 +126,10 @@ class Pacer:
         if self._from_step is None or step < self._from_step:
             self._from_step = step
         next_step = self._from_step + (FIRST_AFTER_STEPS if self.interval is None else self.interval.steps)
-        return Due(step >= next_step, step, next_step, self.interval)
+        tier = STORAGE if step >= next_step else None
+        if tier is None and self._memory_every is not None and step % self._memory_every == 0:
+            tier = MEMORY
+        return Due(tier is not None, step, next_step, self.interval, tier, self._memory_every)
 
     def figures(self, step: int, forming: Forming | None) -> Figures:
         """What this rank has measured, as it begins to save ``step``. Times of steps begin anew."""
@@ -176,14 +191,18 @@ class Pacer:
         self._open_drains.append(Drain(self._clock))
         return self._open_drains[-1]
 
-    def loaded(self, step: int, kept: Mapping[str, Any] | None, forming: Forming | None) -> None:
+    def loaded(
+        self, step: int, kept: Mapping[str, Any] | None, forming: Forming | None, *, stored_step: int | None = None
+    ) -> None:
         """Go on from a checkpoint of ``step``, with which ``kept`` was stored; all ranks have the same.
+
+        ``stored_step`` is the newest in storage, where that is another one: the next save there counts from it.
 
         Work since that step is lost, so it counts as an interruption, unless the group has formed anew for it, which
         has been counted.
         """
         re_formed = self._notice(forming)
-        self._from_step = step
+        self._from_step = step if stored_step is None else stored_step
         self._steps.forget()
         figures = Figures.from_json(kept)
         if figures is not None:

@@ -19,7 +19,7 @@ from ray_dcp.protocol.messages import AnswerT, Asked, Carries, Exchange, Message
 from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
 from ray_dcp.protocol.turns import Turn
 from ray_dcp.settings import Phase
-from ray_dcp.staging.memory_tier import HeldFile
+from ray_dcp.staging.memory_tier import HeldFile, KeptSave
 from ray_dcp.staging.peers.peer import PeerFile
 
 
@@ -77,6 +77,15 @@ class Call(Protocol):
 
     def held_nearby(self, place: str) -> Sequence[HeldFile]:
         """The files of the checkpoint at ``place`` that are in memory of this node, as far as anybody says; at once."""
+        ...
+
+    def kept_nearby(self, root: str) -> Sequence[KeptSave]:
+        """What is in memory of this node of the saves below ``root``, as far as anybody says within seconds."""
+        ...
+
+    @property
+    def why_not_kept(self) -> str:
+        """Why nothing that this rank saves is kept in memory; empty where that may be."""
         ...
 
     def deputy_is_done(self, job: DeputyJob) -> bool:

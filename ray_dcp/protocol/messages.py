@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ray_dcp.catalog.facts import CheckpointInfo
 from ray_dcp.errors import CoordinatorLostError, GroupError, RayDcpError
 from ray_dcp.format.manifest import DifferingReplicas
 from ray_dcp.pace.interval import Figures, Interval
@@ -33,7 +32,8 @@ from ray_dcp.planning.template.comparison import TemplateCheck
 from ray_dcp.planning.values.containers import Containers
 from ray_dcp.protocol.deputy import SealedPart, Told
 from ray_dcp.protocol.exception import CheckpointException
-from ray_dcp.reads.checkpoint import OpenedCheckpoint
+from ray_dcp.protocol.memory_steps import KeptInMemory, Newest, StepInMemory
+from ray_dcp.reads.checkpoint import FromMemory, OpenedCheckpoint
 from ray_dcp.settings import DEFAULT_REPLICA_CHECK, Phase, ReplicaCheck
 from ray_dcp.wording import first_line_of
 from ray_dcp.write.results import WrittenColumns
@@ -156,6 +156,8 @@ class SaveSkipped:
 
     max_in_flight: int
     busy_ranks: tuple[int, ...]
+    unkept: str = ""
+    """Why a save in memory cannot be kept there, where it is that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,10 @@ class SavePart:
     """What this rank has measured of steps and saves, where the step is a ``CheckpointManager``'s."""
     busy: Busy | None = None
     """What keeps this rank from another save, if anything does."""
+    in_memory: bool = False
+    """Whether it is kept in memory alone."""
+    unkept: str = ""
+    """Why this rank can keep nothing there, if that is so."""
 
     def dcp_plan(self) -> SavePlan:
         """The plan as any planner takes it."""
@@ -251,6 +257,7 @@ class OpenPart:
 
     checkpoint_id: str
     opens: bool
+    from_memory: FromMemory | None = None
 
 
 class NoGlobalStep:
@@ -291,6 +298,7 @@ class FailedLoad:
 
     step: int
     damaged: bool
+    from_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +307,7 @@ class NewestPart:
 
     root: str
     failed: FailedLoad | None = None
+    in_memory: Sequence[StepInMemory] = ()
 
 
 # The exchanges there are.
@@ -324,7 +333,8 @@ Message = (
     | Sequence[LoadPlan]
     | LoadAnswer
     | NewestPart
-    | CheckpointInfo
+    | Newest
+    | KeptInMemory
     | bool
     | None
 )
@@ -351,7 +361,9 @@ class Exchange(Generic[PartT, AnswerT]):
 PLAN_SAVE = Exchange[SavePart, FinalTable | SavePlan | ShowReplicas | Paced | SaveSkipped](Phase.PLAN)
 PLAN_WARM_UP = Exchange[SavePart, FinalTable | None](Phase.PLAN)
 PLAN_SAVE_HERE = Exchange[GlobalSavePlan | None, SavePlan | ShowReplicas | Paced](Phase.GLOBAL_PLAN)
-WRITE = Exchange[Results | ResultsWithReplicas | SealedPart, Metadata | CommittedWithReplicas](Phase.WRITE)
+WRITE = Exchange[Results | ResultsWithReplicas | SealedPart, Metadata | CommittedWithReplicas | KeptInMemory](
+    Phase.WRITE
+)
 COMMIT = Exchange[Metadata | None, Metadata | CommittedWithReplicas](Phase.COMMIT)
 
 OPEN = Exchange[OpenPart, OpenedCheckpoint | None](Phase.OPEN)
@@ -362,7 +374,7 @@ READ = Exchange[bool, bool](Phase.READ)
 """The part: whether something may fail when this rank restores. The answer: whether it may on any rank."""
 RESTORE = Exchange[None, None](Phase.RESTORE)
 
-CHOOSE = Exchange[NewestPart, CheckpointInfo | None](Phase.CHOOSE)
+CHOOSE = Exchange[NewestPart, Newest](Phase.CHOOSE)
 ARRIVE = Exchange[None, None](Phase.ARRIVE)
 
 PlanSaveHere.sent_in = PLAN_SAVE_HERE

@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,11 +18,12 @@ from typing import Protocol
 from ray_dcp.errors import ConfigError, CoordinatorLostError
 from ray_dcp.protocol.deputy import DeputyCall, DeputyLink, HandedOver, SealedPart, Told
 from ray_dcp.settings import DEFAULT_MEMORY_KEEP_S, agent_write_rate_from, memory_keep_from, memory_tier_from
-from ray_dcp.staging.memory_tier import HeldFile, MemoryTier
+from ray_dcp.staging.buffer_errors import StepNotKeptError
+from ray_dcp.staging.memory_tier import HeldFile, KeptSave, MemoryTier
 from ray_dcp.staging.peers.peer import Peer
 from ray_dcp.staging.peers.peer_copies import CopyOffer, PeerCopies
 from ray_dcp.staging.peers.peer_offers import CopyKeeper, PeerOffers
-from ray_dcp.staging.sealing import OpenEnds, write_sealed
+from ray_dcp.staging.sealing import OpenEnds, seal, write_sealed
 from ray_dcp.staging.shared_buffer import BufferName, SharedBuffer
 from ray_dcp.staging.write_rate import WriteRate
 from ray_dcp.store.local import without_sync
@@ -31,6 +33,8 @@ from ray_dcp.trace_points import Point, reached
 
 logger = logging.getLogger(__name__)
 
+KEPT_PATIENCE_S = 4.0
+"""How long a look at what is kept waits for saves in memory that go on: a rank that died may have begun one."""
 _REMEMBERED_JOBS = 8
 """How many ended jobs of a rank it is remembered how they ended: the rank may ask late."""
 
@@ -48,6 +52,8 @@ class FileJob:
     """The checkpoint's path or URL."""
     key: str
     sync_files: bool
+    stays_in_memory: bool = False
+    """Whether it is sealed and kept in memory, and not written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,8 @@ class NodeAgent:
         self._lock = threading.Lock()
         self._ranks: dict[int, _RankJobs] = {}
         self._num_open = 0
+        self._in_memory: list[threading.Event] = []
+        """What ends with the jobs that write nothing."""
         self._rate = WriteRate()
         self.memory = MemoryTier()
         """The files that were written here and are still in memory."""
@@ -178,9 +186,21 @@ class NodeAgent:
             return told
         with self._lock:
             self._num_open += 1
-            jobs.begin(job.handed_over.call_id, call)
+            ended = jobs.begin(job.handed_over.call_id, call)
+            self._in_memory = [event for event in self._in_memory if not event.is_set()]
+            if file is not None and file.stays_in_memory:
+                self._in_memory.append(ended)
         jobs.put(lambda: self._carry_out(job, call, store, buffer))
         return told
+
+    def kept_under(self, root: str) -> tuple[KeptSave, ...]:
+        """What is in memory of the saves below ``root``; waits a few seconds for those in memory that go on."""
+        deadline = time.monotonic() + KEPT_PATIENCE_S
+        with self._lock:
+            going_on = tuple(self._in_memory)
+        for ended in going_on:
+            ended.wait(max(0.0, deadline - time.monotonic()))
+        return self.memory.kept_under(root)
 
     def told(self, call_id: bytes, rank: int) -> Told | None:
         """How a job has ended, once it has; None where it is not known here."""
@@ -209,7 +229,7 @@ class NodeAgent:
         self, job: DeputyJob, call: DeputyCall, store: Store | None, buffer: SharedBuffer | None
     ) -> Told:
         handed, file = job.handed_over, job.part.file
-        if file is None or store is None or buffer is None:
+        if file is None or buffer is None:
             return call.deliver(job.part.prepared)
         pulse = SavePulse(
             lambda mark, nbytes: self._link.progress(handed.call_id, handed.rank, mark, nbytes), self._pulse_s
@@ -218,11 +238,15 @@ class NodeAgent:
 
         def advance(nbytes: int) -> None:
             pulse.advance(nbytes)
-            self._rate.spend(nbytes, rate_per_s)
+            if store is not None:
+                self._rate.spend(nbytes, rate_per_s)
 
         pulse.start()
         try:
-            crcs = write_sealed(store, file.key, buffer.memory, file.nbytes, file.open_ends, advance)
+            if store is None:
+                crcs = seal(buffer.memory, file.nbytes, file.open_ends, advance)
+            else:
+                crcs = write_sealed(store, file.key, buffer.memory, file.nbytes, file.open_ends, advance)
         except SaveOverError:
             assert pulse.failed is not None
             return pulse.failed
@@ -231,10 +255,15 @@ class NodeAgent:
         finally:
             pulse.end()
         held = self._keep(job, file, buffer)
+        if file.stays_in_memory and held is None:
+            return call.fail(StepNotKeptError(reason="its node's agent cannot keep the memory"))
         reached(Point.BEFORE_RESULT)
         told = call.deliver(SealedPart(job.part.prepared, crcs.tobytes()).encoded())
         if not told.failed:
-            self.memory.committed(file.key)
+            if file.stays_in_memory:
+                self.memory.commit(file.place, file.key, told.answer)
+            else:
+                self.memory.committed(file.key)
             if self.copies is not None:
                 self.copies.committed(file.key)
             if held is not None and self.offers is not None and job.replicas:
@@ -256,7 +285,7 @@ class NodeAgent:
             self.copies.let_go()
 
     def _keep(self, job: DeputyJob, file: FileJob, buffer: SharedBuffer) -> HeldFile | None:
-        """Keep a sealed file in memory. Where that fails it is only read from the store."""
+        """Keep a sealed file in memory. Where that fails it can only be had from the store, if it is there."""
         try:
             if memory_tier_from(job.variables):
                 self.keeps_for_s = memory_keep_from(job.variables)
@@ -276,12 +305,14 @@ class _RankJobs:
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, call_id: bytes, call: DeputyCall) -> None:
+    def begin(self, call_id: bytes, call: DeputyCall) -> threading.Event:
+        """Take one more; what is returned is set when it is over."""
         self.latest = call
         self.calls[call_id], self.ended[call_id] = call, threading.Event()
         over = [one for one, event in self.ended.items() if event.is_set()]
         for old in over[:-_REMEMBERED_JOBS]:
             del self.calls[old], self.ended[old]
+        return self.ended[call_id]
 
     def put(self, job: Callable[[], None]) -> None:
         self._waiting.put(job)
@@ -302,10 +333,10 @@ class _RankJobs:
 
 
 def store_of(job: DeputyJob) -> Store | None:
-    """The store into which the job writes, opened as the rank would."""
+    """The store into which the job writes, opened as the rank would; None where it writes nothing."""
     os.environ.update(job.variables)
     file = job.part.file
-    if file is None:
+    if file is None or file.stays_in_memory:
         return None
     store = open_store(file.place)
     return store if file.sync_files else without_sync(store)
@@ -316,4 +347,14 @@ def _close(buffer: SharedBuffer | None) -> None:
         buffer.close()
 
 
-__all__ = ["DeputyJob", "FileJob", "NodeAgent", "OtherNodes", "SaveOverError", "SavePulse", "StagedPart", "store_of"]
+__all__ = [
+    "KEPT_PATIENCE_S",
+    "DeputyJob",
+    "FileJob",
+    "NodeAgent",
+    "OtherNodes",
+    "SaveOverError",
+    "SavePulse",
+    "StagedPart",
+    "store_of",
+]

@@ -165,6 +165,14 @@ class SoloCall:
         """Return nothing: there is no agent."""
         return ()
 
+    def kept_nearby(self, root: str) -> tuple[()]:
+        """Return nothing, as before."""
+        return ()
+
+    @property
+    def why_not_kept(self) -> str:
+        return "this process saves alone, and agents keep the memory of groups (RankGroup.join)"
+
     def deputy_is_done(self, job: DeputyJob) -> bool:
         return self._writing is not None and says_in_time(self._writing.ended)
 

@@ -58,7 +58,7 @@ from ray_dcp.protocol.messages import (
     ShowReplicas,
 )
 from ray_dcp.protocol.node_agent import StagedPart
-from ray_dcp.reads.checkpoint import OpenedCheckpoint
+from ray_dcp.reads.checkpoint import FromMemory, OpenedCheckpoint
 from ray_dcp.reads.reader import StoreReader
 from ray_dcp.settings import ReplicaCheck
 from ray_dcp.staging.buffer_pool import BufferPool
@@ -67,6 +67,11 @@ from ray_dcp.write.writer import StoreWriter
 
 class SaveSteps(Protocol):
     """A rank's half of a save, step by step in this order; each runs once, on every rank, in one thread at a time."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is kept in memory alone."""
+        ...
 
     final_plan: SavePlan
     """The final plan, once ``finish_plan`` has run."""
@@ -148,7 +153,12 @@ class GlobalSaveSteps(Protocol):
     stays_on_rank_zero: bool
     """Whether its steps are rank 0's, which is ``Asked`` for them in phases of their own."""
     attempt: str | None
-    """The name of the attempt, which its shard files carry; None where it has no such name, or not yet."""
+    """The name of the attempt, which its files in storage carry; None where it has no such name, or not yet."""
+
+    @property
+    def kept(self) -> OpenedCheckpoint | None:
+        """The checkpoint that is committed, where it is kept in memory alone."""
+        ...
 
     @property
     def may_have_committed(self) -> bool:
@@ -181,6 +191,11 @@ class LoadSteps(Protocol):
     @property
     def opened_for_all(self) -> bool:
         """Whether the coordinator opens the checkpoint, once for all ranks."""
+        ...
+
+    @property
+    def from_memory(self) -> FromMemory | None:
+        """Where the checkpoint is in memory alone, what this rank has of it."""
         ...
 
     def open(self, opened: OpenedCheckpoint | None) -> Metadata:
@@ -217,6 +232,10 @@ class LoadSteps(Protocol):
 
     def read(self) -> None:
         """Read, by ``read_data`` and with it ``resolve_tensor`` and ``commit_tensor``, what has not been read yet."""
+        ...
+
+    def leave(self) -> None:
+        """Let go of what was opened to read from: all is read, or the load has failed."""
         ...
 
     @property

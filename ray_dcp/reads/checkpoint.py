@@ -33,6 +33,14 @@ class OpenedCheckpoint:
     """Whether the manifest has no checksums: it was made from safetensors files, which have none."""
 
 
+@dataclass(frozen=True, slots=True)
+class FromMemory:
+    """Says that a checkpoint is in memory alone, so that nobody is to look for it in storage."""
+
+    opened: OpenedCheckpoint | None
+    """What it is, on the rank that brings it."""
+
+
 def open_checkpoint(checkpoint_id: str | os.PathLike[str]) -> OpenedCheckpoint:
     """Read what is committed at ``checkpoint_id``, following a pointer left for Ray Train.
 

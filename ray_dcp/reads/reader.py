@@ -30,7 +30,7 @@ from ray_dcp.format.metadata_file import decode_metadata
 from ray_dcp.format.names import MANIFEST, METADATA
 from ray_dcp.planning.node_sharing import NodeShare, ShareOffer
 from ray_dcp.planning.values.containers import Containers
-from ray_dcp.reads.checkpoint import OpenedCheckpoint, open_checkpoint, open_of_rank
+from ray_dcp.reads.checkpoint import FromMemory, OpenedCheckpoint, open_checkpoint, open_of_rank
 from ray_dcp.reads.checkpoint_files import CheckpointFiles
 from ray_dcp.reads.engine import finished
 from ray_dcp.reads.nearby import STORAGE, NearbyFiles, Neighbours, nearby_files
@@ -50,7 +50,7 @@ class StoreReader(StorageReader):
 
     Each value is checked before it counts: by the manifest's block checksums, or by the records' own zip CRCs where
     torch wrote them; safetensors files have no checksums. Also usable with ``torch.distributed.checkpoint.load``. With
-    ``sharing=None`` this rank reads everything that it wants by itself.
+    ``sharing=None`` this rank reads everything that it wants by itself. ``from_memory`` is ``CheckpointManager``'s.
     """
 
     def __init__(
@@ -59,10 +59,13 @@ class StoreReader(StorageReader):
         *,
         trusted: bool = False,
         sharing: NodeMemory | None = NodeMemory(),  # noqa: B008 - it is frozen
+        from_memory: FromMemory | None = None,
     ) -> None:
         super().__init__()
         self.checkpoint_id = absolute(checkpoint_id) if checkpoint_id is not None else ""
         self.trusted = trusted
+        self.from_memory = from_memory
+        """Where the checkpoint is in memory alone, what this rank has of it."""
         # The one line that turns shared reads on.
         self._node_reads = NodeReads(sharing) if sharing is not None else None
         self._nbytes_read = 0

@@ -90,6 +90,18 @@ class TornStagingError(StagingError):
         self.names = tuple(names)
 
 
+class StepNotKeptError(StagingError):
+    """What the response of a save in memory gives in place of a result where the step could not be kept there.
+
+    ``reason`` is why. It is raised by nothing but a look at that response: an older step is what a run goes on from.
+    Example: no agent runs on the node of a rank (``RAY_DCP_AGENTS=0``).
+    """
+
+    def __init__(self, *, reason: str) -> None:
+        super().__init__(f"this step is not kept in memory: {reason}")
+        self.reason = reason
+
+
 __all__ = [
     "TornStagingError",
     "SaveSkippedError",
@@ -98,4 +110,5 @@ __all__ = [
     "StagingError",
     "StagingLostError",
     "StagingMemoryError",
+    "StepNotKeptError",
 ]

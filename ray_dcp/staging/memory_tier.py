@@ -26,6 +26,17 @@ class HeldFile:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class KeptSave:
+    """What is in memory of one save: files, and where it is committed in memory alone what says so."""
+
+    place: str
+    attempt: str
+    files: tuple[HeldFile, ...]
+    answer: bytes
+    """The coordinator's answer, which commits it and is for ranks to read; empty where none has come here."""
+
+
 class MemoryTier:
     """The files that ranks of this node have staged and that are sealed. Threads may share it.
 
@@ -38,6 +49,8 @@ class MemoryTier:
         self._kept: list[_KeptFile] = []
         self._left: set[int] = set()
         """The ranks that have left their group in order since they last staged anything."""
+        self._answers: dict[tuple[str, str], bytes] = {}
+        """By place and attempt, what commits a save that is in memory alone, as long as a file of it is here."""
 
     def keep(self, rank: int, place: str, key: str, nbytes: int, buffer: SharedBuffer, version: int) -> HeldFile:
         """Keep the sealed file at the beginning of ``buffer``, which was staged under ``version``."""
@@ -72,6 +85,25 @@ class MemoryTier:
             return content if buffer.version == file.version else None  # whoever overwrites it has changed that first
         finally:
             buffer.close()
+
+    def commit(self, place: str, key: str, answer: bytes) -> None:
+        """Note that the save with the file ``key`` is committed by ``answer`` alone, and let go of older ones."""
+        with self._lock:
+            self._answers[place, _attempt_of(key)] = answer
+        self.committed(key)
+
+    def kept_under(self, root: str) -> tuple[KeptSave, ...]:
+        """What is there of the checkpoints below ``root``, by save. Whoever asks is a rank, so the group is there."""
+        of_saves: dict[tuple[str, str], list[HeldFile]] = {}
+        with self._lock:
+            self._left.clear()
+            self._drop(lambda one: one.is_there)
+            for file in (one.file for one in self._kept):
+                if file.place.startswith(f"{root.rstrip('/')}/"):
+                    of_saves.setdefault((file.place, _attempt_of(file.key)), []).append(file)
+            return tuple(
+                KeptSave(*save, tuple(files), self._answers.get(save, b"")) for save, files in of_saves.items()
+            )
 
     def committed(self, key: str) -> None:
         """Let go of the files of attempts that are older than that of ``key``, which is committed."""
@@ -119,6 +151,8 @@ class MemoryTier:
                 self._kept.append(one)
             else:
                 one.buffer.close()
+        there = {(one.file.place, _attempt_of(one.file.key)) for one in self._kept}
+        self._answers = {save: answer for save, answer in self._answers.items() if save in there}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +166,14 @@ class _KeptFile:
         return self.buffer.version == self.file.version
 
 
+def _attempt_of(key: str) -> str:
+    parts = parse_shard_file(key)
+    return parts.attempt if parts is not None else ""
+
+
 def _order_of(key: str) -> tuple[int, str]:
     """Sorts shard files by when their attempts began."""
-    parts = parse_shard_file(key)
-    return attempt_order(parts.attempt if parts is not None else "")
+    return attempt_order(_attempt_of(key))
 
 
-__all__ = ["HeldFile", "MemoryTier"]
+__all__ = ["HeldFile", "KeptSave", "MemoryTier"]

@@ -54,6 +54,19 @@ def sealed_pieces(memory: memoryview, nbytes: int, open_ends: OpenEnds, crcs: ar
     yield from _blocks(memory, done, nbytes)
 
 
+def seal(
+    memory: memoryview, nbytes: int, open_ends: OpenEnds, progress: Callable[[int], object] | None = None
+) -> array[int]:
+    """Make the staged file in ``memory`` whole where it is, and return its checksums; ``progress`` as below."""
+    crcs: array[int] = array("I")
+    for number, piece in enumerate(sealed_pieces(memory, nbytes, open_ends, crcs)):
+        if progress is not None:
+            progress(len(piece))
+        if number == 0:
+            reached(Point.MID_WRITE)
+    return crcs
+
+
 def write_sealed(
     store: Store,
     key: str,
@@ -97,4 +110,4 @@ def _blocks(memory: memoryview, start: int, end: int) -> Iterator[memoryview]:
         yield memory[at : min(at + BLOCK_NBYTES, end)]
 
 
-__all__ = ["OpenEnds", "is_sealed_with", "sealed_pieces", "write_sealed"]
+__all__ = ["OpenEnds", "is_sealed_with", "seal", "sealed_pieces", "write_sealed"]

@@ -59,6 +59,11 @@ class Commit:
             self.attempt = new_attempt(seen)
         self.world_size = world_size
 
+    def begin_in_memory(self, world_size: int) -> None:
+        """Settle it for what no store is to know of: it has the name that rank 0 has chosen."""
+        self.attempt = self.attempt or new_attempt()
+        self.world_size = world_size
+
     def put(self, store: Store, metadata: bytes, manifest: Callable[[], bytes], files: Collection[str]) -> None:
         """Commit ``metadata``, whose values lie in ``files``. Does nothing where it is committed already.
 

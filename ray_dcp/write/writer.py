@@ -83,6 +83,10 @@ class StoreWriter(StorageWriter):
 
     figures: Figures | None = None
     """What this rank has measured of steps and saves; set before the plan. The manifest keeps rank 0's."""
+    in_memory = False
+    """Whether the checkpoint is to be kept in memory alone, so that nothing is put; set before the plan."""
+    kept: tuple[bytes, bytes] | None = None
+    """Its ``.metadata`` and its manifest then, once they are made: that commits it."""
     interval: Interval | None = None
     """The interval to the next save that all ranks have agreed on; None until the plan is answered."""
 
@@ -151,7 +155,10 @@ class StoreWriter(StorageWriter):
 
         Raises ``StoreError`` as that does.
         """
-        self._commit.begin(self.store, world_size)
+        if self.in_memory:
+            self._commit.begin_in_memory(world_size)
+        else:
+            self._commit.begin(self.store, world_size)
         return [ShardTarget(rank, self.attempt) for rank in range(world_size)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -217,6 +224,9 @@ class StoreWriter(StorageWriter):
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         encoded = encode_metadata(metadata)
+        if self.in_memory:
+            self.kept = encoded, encode_manifest(self._manifest(entries, encoded))
+            return encoded
         self._commit.put(self.store, encoded, lambda: encode_manifest(self._manifest(entries, encoded)), entries.files)
         return encoded
 

@@ -180,6 +180,56 @@ def test_a_rank_that_has_no_memory_to_stage_in_gets_that_of_the_agent(group, tmp
     assert sources(group, tmp_path / "d", 7.0) == [{"memory"}] * 2
 
 
+def train(rank, world_size, root, last_step, dies):
+    """Go on to ``last_step`` from whatever there is; the step that it went on from, and those that it has done.
+
+    Rank 1 kills itself in the last one, before or after it is saved, where it ``dies``.
+    """
+    manager = dcp.CheckpointManager(root, memory_every=1, when_busy="wait")
+    width = COLUMNS // world_size
+    rows = torch.zeros(4, width)
+    state = {"rows": dcp.LocalShards((4, COLUMNS), {(0, rank * width): rows}), "n": 0}
+    went_on_from = manager.load(state) or 0
+    assert (state["n"], rows.unique().tolist()) == (went_on_from, [went_on_from])
+    step = went_on_from
+    while step < last_step:
+        step += 1
+        rows.add_(1)
+        state["n"] = step
+        if dies == "before" and step == last_step and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if manager.due(step):
+            try:
+                response = manager.async_save(step, state)
+            except dcp.CheckpointException:
+                return went_on_from, step
+            if step == went_on_from + 1:  # the agent is up by then
+                response.exception(within(60))
+        if dies == "after" and step == last_step and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    manager.wait()
+    return went_on_from, step
+
+
+def test_a_rank_is_killed_with_memory_every_1_and_one_step_at_most_is_repeated(group, tmp_path):
+    form(group, 2)
+    done = 0
+    for dies in ("before", "after", None):
+        last_step = done + 4
+        outcomes = group.start(train, tmp_path / "run", last_step, dies)
+        if dies:
+            with pytest.raises(ray.exceptions.RayActorError):
+                ray.get(outcomes[1], timeout=within(120))
+        went_on_from, step = ray.get(outcomes[0], timeout=within(120))
+        assert done - went_on_from <= 1
+        assert step == last_step
+        done = step
+        if dies:
+            del group.actors[1]
+            form(group, 2)
+    assert not (tmp_path / "run").exists(), "nothing of it is in storage"
+
+
 def leave(rank, world_size):
     dcp.current_group().close()
 

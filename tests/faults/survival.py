@@ -192,10 +192,14 @@ ROWS = (
         "as above; what their node's agent still has in memory of the newest step is loaded from there, and checked as "
         "from storage; the rest from storage",
         "",
-        "that step",
+        "that step; with `memory_every=1` one step at most is repeated, though none of them is in storage",
         (
             "cluster.test_recovery_from_memory::test_a_rank_is_killed_and_all_load_from_memory_be_they_as_many_or_not",
             "cluster.test_recovery_from_memory::test_all_ranks_are_killed",
+            "cluster.test_recovery_from_memory::"
+            "test_a_rank_is_killed_with_memory_every_1_and_one_step_at_most_is_repeated",
+            "protocol.test_steps_in_memory::"
+            "test_what_is_lost_or_wrong_by_then_has_all_ranks_load_the_newest_in_storage",
         ),
     ),
     Row(

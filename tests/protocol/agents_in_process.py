@@ -51,6 +51,9 @@ class ThreadAgent:
             look()
         return None if self.is_gone else answer[0]
 
+    def kept_under(self, root: str) -> Any:
+        return () if self.is_gone else self.agent.kept_under(root)
+
     def held(self, place: str) -> Any:
         return () if self.is_gone else self.agent.memory.held(place)
 

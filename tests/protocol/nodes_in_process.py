@@ -52,6 +52,9 @@ class OneNode:
     def held(self, place):
         return self.agent.memory.held(place)
 
+    def kept_under(self, root):
+        return self.agent.kept_under(root)
+
     def held_by_peers(self, place, keys=()):
         self.asked += 1
         others = [one for one in self._others() if not one.is_lost]

@@ -23,7 +23,7 @@ from ray_dcp.cluster.link import NAMESPACE
 from ray_dcp.protocol.deputy import Told
 from ray_dcp.protocol.node_agent import DeputyJob, NodeAgent
 from ray_dcp.settings import Limits
-from ray_dcp.staging.memory_tier import HeldFile
+from ray_dcp.staging.memory_tier import HeldFile, KeptSave
 from ray_dcp.staging.peers.peer_copies import CopyOffer
 
 _NUM_THREADS = 256
@@ -57,6 +57,9 @@ class AgentActor:
 
     def held(self, place: str) -> tuple[HeldFile, ...]:
         return self._agent.memory.held(place)
+
+    def kept_under(self, root: str) -> tuple[KeptSave, ...]:
+        return self._agent.kept_under(root)
 
     def left(self, rank: int) -> None:
         self._agent.left(rank)

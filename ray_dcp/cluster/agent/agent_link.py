@@ -15,9 +15,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray_dcp.cluster.agent.agent_actor import agents_of_node, find_agent, start_agent
 from ray_dcp.cluster.agent.peer_agents import PeerAgents
 from ray_dcp.protocol.deputy import Told
-from ray_dcp.protocol.node_agent import DeputyJob
+from ray_dcp.protocol.node_agent import KEPT_PATIENCE_S, DeputyJob
 from ray_dcp.settings import Limits
-from ray_dcp.staging.memory_tier import HeldFile
+from ray_dcp.staging.memory_tier import HeldFile, KeptSave
 from ray_dcp.staging.peers.peer import PeerFile
 from ray_dcp.wording import first_line_of
 
@@ -129,19 +129,28 @@ class AgentLink:
 
         None where there is no agent, or it does not answer at once. No agent is started for this.
         """
+        held: Sequence[HeldFile] = self._in_memory("held", place, _HELD_TIMEOUT_S)
+        return held
+
+    def kept_under(self, root: str) -> Sequence[KeptSave]:
+        """What the node's agent has in memory of the saves below ``root``; nothing as with ``held``.
+
+        It is waited for for some seconds, since it may itself wait for a save that a rank has left to it.
+        """
+        kept: Sequence[KeptSave] = self._in_memory("kept_under", root, KEPT_PATIENCE_S + _HELD_TIMEOUT_S)
+        return kept
+
+    def _in_memory(self, method: str, place: str, timeout_s: float) -> Any:
         agent = None
         try:
             agent = self._known() if self._has_memory else None
-            if agent is None:
-                return ()
-            held: Sequence[HeldFile] = ray.get(agent.held.remote(place), timeout=_HELD_TIMEOUT_S)
+            return () if agent is None else ray.get(getattr(agent, method).remote(place), timeout=timeout_s)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with an agent, a load has the storage
             logger.warning("the node agent of group %r does not say what it has in memory, so all is read from "
                            "storage: %s", self._group, first_line_of(error))  # fmt: skip
             if isinstance(error, RayActorError):
                 self._forget(agent)
             return ()
-        return held
 
     def held_by_peers(self, place: str, keys: Collection[str]) -> Sequence[PeerFile]:
         """The files of the checkpoint at ``place`` that the group's agents on other nodes have in memory.

@@ -7,7 +7,7 @@ from typing import ClassVar, cast
 
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from ray_dcp.errors import StateDictError
+from ray_dcp.errors import CorruptCheckpointError, StateDictError
 from ray_dcp.planning.node_sharing import NodeShare, plan_shares
 from ray_dcp.planning.template.comparison import ASKS_NOTHING
 from ray_dcp.protocol.coordinator.session import Session, one_checkpoint_id
@@ -68,6 +68,8 @@ class LoadSession(Session):
 
     def _open(self, parts: Sequence[OpenPart]) -> Sequence[OpenedCheckpoint | None]:
         self.checkpoint_id = one_checkpoint_id([part.checkpoint_id for part in parts])
+        if any(part.from_memory for part in parts):
+            return [_brought(self.checkpoint_id, parts)] * len(parts)
         if parts[0].opens:
             return open_for_ranks(self.checkpoint_id, len(parts))
         return [None] * len(parts)
@@ -110,6 +112,15 @@ class LoadSession(Session):
         for plan, share in zip(plans, shares or [None] * len(plans), strict=True):
             answers.setdefault((id(plan), id(share)), (plan, self._unexpected, share))
         return [answers[id(plan), id(share)] for plan, share in zip(plans, shares or [None] * len(plans), strict=True)]
+
+
+def _brought(checkpoint_id: str, parts: Sequence[OpenPart]) -> OpenedCheckpoint:
+    """The checkpoint that is in memory alone, by the rank that brings what it is."""
+    brought = [part.from_memory.opened for part in parts if part.from_memory is not None]
+    opened = next((one for one in brought if one is not None), None)
+    if opened is None:
+        raise CorruptCheckpointError("is in memory alone, and no rank has it any more", file=checkpoint_id)
+    return opened
 
 
 def _unexpected_everywhere(parts: Sequence[LoadPart]) -> tuple[str, ...]:

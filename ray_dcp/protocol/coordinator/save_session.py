@@ -20,6 +20,7 @@ from ray_dcp.planning.save_plan.replicas import Differing, describe_differing, f
 from ray_dcp.planning.values.containers import Containers, merged_containers
 from ray_dcp.protocol.coordinator.session import Session, one_checkpoint_id
 from ray_dcp.protocol.engines.plugin_save import SaveOnRankZero
+from ray_dcp.protocol.memory_steps import KeptInMemory
 from ray_dcp.protocol.messages import (
     COMMIT,
     PLAN_SAVE,
@@ -40,6 +41,7 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.protocol.steps import GlobalSaveSteps, global_save_steps
 from ray_dcp.settings import Phase
 from ray_dcp.staging.buffer_errors import SavesInFlightError
+from ray_dcp.wording import ranks_text
 
 
 class SaveSession(Session):
@@ -99,7 +101,7 @@ class SaveSession(Session):
 
     def _plan(self, parts: Sequence[SavePart]) -> Sequence[Message]:
         self.checkpoint_id = one_checkpoint_id([part.checkpoint_id for part in parts])
-        self._skipped = _skipped([part.busy for part in parts])
+        self._skipped = _unkept(parts) or _skipped([part.busy for part in parts])
         if self._skipped is not None:
             return [self._skipped] * len(parts)
         self._differing = find_differing([part.plan for part in parts], [part.replica_digests for part in parts])
@@ -136,13 +138,31 @@ class SaveSession(Session):
             self._described = describe_differing(self._differing, [of_rank.shown for of_rank in with_shown])
             results = [of_rank.results for of_rank in with_shown]
         answers = self._steps.commit(results, self._containers, self._described)
-        return answers if self._steps.stays_on_rank_zero else self._told(cast(Sequence[Metadata], answers))
+        if self._steps.stays_on_rank_zero:
+            return answers
+        told, kept = self._told(cast(Sequence[Metadata], answers)), self._steps.kept
+        return told if kept is None else [KeptInMemory(one, kept) for one in told]
 
     def _told(self, answers: Sequence[Metadata | None]) -> Sequence[Message]:
         """The last answers; rank 0's comes with what it is to warn of."""
         if not self._described or answers[0] is None:
             return answers
         return [CommittedWithReplicas(answers[0], self._described), *answers[1:]]
+
+
+def _unkept(parts: Sequence[SavePart]) -> SaveSkipped | None:
+    """What all ranks are told where a save in memory cannot be kept.
+
+    Raises ``StateDictError`` where it is one for some ranks only.
+    """
+    in_memory = [rank for rank, part in enumerate(parts) if part.in_memory]
+    if in_memory and len(in_memory) < len(parts):
+        raise StateDictError(
+            f"{ranks_text(in_memory)} of {len(parts)} keep this step in memory, the others save it to storage; pass "
+            "all managers the same memory_every, ask due() on every rank, or pass the same tier= on all"
+        )
+    why = next((part.unkept for part in parts if part.unkept), "")
+    return SaveSkipped(0, (), why) if why else None
 
 
 def _skipped(said: Sequence[Busy | None]) -> SaveSkipped | None:

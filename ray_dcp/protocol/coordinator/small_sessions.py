@@ -14,6 +14,7 @@ from ray_dcp.planning.save_plan.state_planner import StatePlanner
 from ray_dcp.protocol.coordinator.load_session import LoadSession
 from ray_dcp.protocol.coordinator.save_session import SaveSession
 from ray_dcp.protocol.coordinator.session import Session, one_checkpoint_id
+from ray_dcp.protocol.memory_steps import Newest, newest_whole
 from ray_dcp.protocol.messages import CHOOSE, PLAN_WARM_UP, FailedLoad, FinalTable, Message
 from ray_dcp.settings import Phase
 from ray_dcp.write.writer import ShardTarget
@@ -31,16 +32,21 @@ class NewestSession(Session):
     def __init__(self) -> None:
         self.checkpoint_id = ""
 
-    def step(self, phase: Phase, parts: Sequence[Message]) -> Sequence[CheckpointInfo | None]:
+    def step(self, phase: Phase, parts: Sequence[Message]) -> Sequence[Newest]:
         asked = CHOOSE.parts(parts)
         self.checkpoint_id = one_checkpoint_id([part.root for part in asked])
-        return [self._choose([part.failed for part in asked])] * len(asked)
+        stored = self._choose([part.failed for part in asked])
+        step = stored.step if stored is not None else None
+        in_memory = newest_whole([part.in_memory for part in asked], newer_than=step)
+        return [Newest(stored, in_memory)] * len(asked)
 
     def _choose(self, failed: Sequence[FailedLoad | None]) -> CheckpointInfo | None:
         steps = {load.step if load is not None else None for load in failed}
         if len(steps) > 1:
             raise StateDictError(f"ranks look for different steps: {failed}")
         hopeless = failed[0] is not None and not any(load is not None and load.damaged for load in failed)
+        if failed[0] is not None and failed[0].from_memory:  # whatever is in storage is older
+            steps = {None}
         return None if hopeless else newest_step(self.checkpoint_id, before=steps.pop())
 
     def next_phase(self, phase: Phase) -> Phase | None:

@@ -21,7 +21,7 @@ from ray_dcp.planning.values.containers import Containers
 from ray_dcp.protocol.engines.locations import OwnLocation
 from ray_dcp.protocol.engines.python_values import Kept
 from ray_dcp.protocol.engines.shared_values import ReadsAside, differing_values
-from ray_dcp.reads.checkpoint import OpenedCheckpoint
+from ray_dcp.reads.checkpoint import FromMemory, OpenedCheckpoint
 from ray_dcp.reads.nearby import Neighbours
 from ray_dcp.reads.reader import StoreReader
 
@@ -42,6 +42,10 @@ class OwnReader(OwnLocation):
         if opened is not None:
             self.reader.adopt(opened)
         return self.reader.read_metadata()
+
+    @property
+    def from_memory(self) -> FromMemory | None:
+        return self.reader.from_memory
 
     @property
     def of_other_libraries(self) -> bool:

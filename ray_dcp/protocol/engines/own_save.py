@@ -35,8 +35,9 @@ from ray_dcp.protocol.engines.locations import OwnLocation
 from ray_dcp.protocol.engines.plugin_save import PluginSave
 from ray_dcp.protocol.messages import CommittedWithReplicas, FinalTable, Results, ResultsWithReplicas, SavePart, encode
 from ray_dcp.protocol.node_agent import FileJob, StagedPart
+from ray_dcp.reads.checkpoint import OpenedCheckpoint
 from ray_dcp.settings import Phase, staging_nbytes_from
-from ray_dcp.staging.buffer_errors import StagingMemoryError
+from ray_dcp.staging.buffer_errors import StagingMemoryError, StepNotKeptError
 from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.staging.pinned import BehindNow
 from ray_dcp.staging.shared_buffer import SharedBuffer
@@ -81,7 +82,7 @@ class OwnWriter(OwnLocation):
         self.writer.interval = interval
 
     def committed_by_then(self, plan: SavePlan) -> Metadata | None:
-        if not isinstance(plan.storage_data, ShardTarget):
+        if self.writer.in_memory or not isinstance(plan.storage_data, ShardTarget):
             return None
         try:
             return self.writer.committed(plan.storage_data.attempt)
@@ -119,6 +120,10 @@ class OwnSave(PluginSave):
     _written: Results | ResultsWithReplicas | SealedPart = None
     """What was written in place of being staged."""
     _is_written = False
+
+    @property
+    def in_memory(self) -> bool:  # type: ignore[override]
+        return bool(self._writer.writer.in_memory)
 
     def _plan_to_send(self, local: SavePlan) -> PlanTable:
         return PlanTable.of(local, ties=ties_of(self._planner))
@@ -171,6 +176,8 @@ class OwnSave(PluginSave):
             max_nbytes = staging_nbytes_from(os.environ)
             buffer = buffers.take(file.nbytes, look=self._call.progress.advance, max_nbytes=max_nbytes)
         except StagingMemoryError as error:
+            if self.in_memory:
+                raise
             logger.warning("%s; this rank writes its part before async_save returns", error)
             with phase(self._call, Phase.WRITE):
                 self._written = super().write()
@@ -197,7 +204,14 @@ class OwnSave(PluginSave):
         file, writer = self._staged.file, cast(StoreWriter, self._writer.writer)
         buffer = self._staged.buffer
         job = FileJob(
-            buffer.name, buffer.version, file.nbytes, file.open_ends, writer.checkpoint_id, file.key, writer.sync_files
+            buffer.name,
+            buffer.version,
+            file.nbytes,
+            file.open_ends,
+            writer.checkpoint_id,
+            file.key,
+            writer.sync_files,
+            stays_in_memory=writer.in_memory,
         )
         return StagedPart(encode(self._with_shown(file.columns)), job)
 
@@ -206,6 +220,8 @@ class OwnSave(PluginSave):
             return self._written
         if self._staged is None:
             return super().write()
+        if self.in_memory and self._staged.file is not None:
+            raise StepNotKeptError(reason="no agent of its node has taken it (the log of its rank may say why)")
         if self._staged.buffer is None or self._staged.file is None:
             return self._with_shown(None)
         file, writer = self._staged.file, cast(StoreWriter, self._writer.writer)
@@ -250,6 +266,11 @@ class OwnGlobalSave:
     def may_have_committed(self) -> bool:
         return self._writer.may_have_committed
 
+    @property
+    def kept(self) -> OpenedCheckpoint | None:
+        kept = self._writer.kept
+        return None if kept is None else OpenedCheckpoint(self._writer.checkpoint_id, *kept)
+
     def give_up(self) -> None:
         self._writer.give_up()
 
@@ -258,7 +279,7 @@ class OwnGlobalSave:
         reached(Point.GLOBAL_PLAN)
         self._table = self._planner.create_global_table(tables, on_lowest_rank=on_lowest_rank)
         targets = self._writer.begin_attempt(len(tables))
-        self.attempt = self._writer.attempt
+        self.attempt = None if self._writer.in_memory else self._writer.attempt
         return [FinalTable(kept, target) for kept, target in zip(self._table.kept, targets, strict=True)]
 
     def commit(

@@ -47,7 +47,7 @@ from ray_dcp.protocol.messages import (
     SendPlan,
 )
 from ray_dcp.protocol.replica_warnings import warn_of_loading_differing
-from ray_dcp.reads.checkpoint import OpenedCheckpoint
+from ray_dcp.reads.checkpoint import FromMemory, OpenedCheckpoint
 from ray_dcp.reads.nearby import Neighbours
 from ray_dcp.reads.reader import StoreReader
 
@@ -63,6 +63,11 @@ class Reader(Reads, ReadsAside, Protocol):
     """Whether ``prepare_global_plan`` does anything."""
     hands_over_no_code: bool
     """Whether nothing that it hands over, but for the known Python values, can fail when it is put in place."""
+
+    @property
+    def from_memory(self) -> FromMemory | None:
+        """Where the checkpoint is in memory alone, what this rank has of it."""
+        ...
 
     def open(self, opened: OpenedCheckpoint | None, rank: int) -> Metadata:
         """The metadata, by ``read_metadata``; of what the coordinator has opened, where it has."""
@@ -157,6 +162,7 @@ class UsersReader(UsersLocation):
 
     opened_for_all = counts_progress = of_other_libraries = hands_over_no_code = False
     containers: Containers | None = None
+    from_memory: FromMemory | None = None
     nbytes = (0, 0)
     nbytes_by_place: Mapping[str, int] = {}
 
@@ -261,6 +267,10 @@ class PluginLoad:
     def opened_for_all(self) -> bool:
         return self._reader.opened_for_all
 
+    @property
+    def from_memory(self) -> FromMemory | None:
+        return self._reader.from_memory
+
     def open(self, opened: OpenedCheckpoint | None) -> Metadata:
         return self._reader.open(opened, self._call.rank)
 
@@ -310,10 +320,10 @@ class PluginLoad:
             warn_of_loading_differing(self._reader.differing(self._plan), self._call.checkpoint_id)
 
     def read(self) -> None:
-        try:
-            self._python.fill(self._python.rest_of(self._plan))
-        finally:
-            self._reader.leave_nearby()
+        self._python.fill(self._python.rest_of(self._plan))
+
+    def leave(self) -> None:
+        self._reader.leave_nearby()
 
     @property
     def may_fail_to_put(self) -> bool:

@@ -166,6 +166,8 @@ class Abandons(Protocol):
 class PluginSave:
     """A rank's half of a save: see ``steps.SaveSteps``."""
 
+    in_memory = False
+
     def __init__(self, planner: Planner, writer: Writer, call: Call) -> None:
         self._known = planner
         self._planner: Any = planner.planner
@@ -314,6 +316,7 @@ class PluginGlobalSave:
     """The coordinator's half, by copies of rank 0's planner and writer."""
 
     stays_on_rank_zero = False
+    kept = None
 
     def __init__(self, planner: SavePlanner, writer: Writer, *, reports_results: bool) -> None:
         self._planner = planner
@@ -352,6 +355,7 @@ class SaveOnRankZero:
 
     stays_on_rank_zero = True
     attempt: str | None = None
+    kept = None
     may_have_committed = False
 
     def __init__(self, *, reports_results: bool) -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from ray_dcp.protocol.call import Call, phase
+from ray_dcp.protocol.exception import CheckpointException
 from ray_dcp.protocol.node_agent import DeputyJob
 from ray_dcp.protocol.rank.background import AsyncSaveResponse, BackgroundSaves
 from ray_dcp.protocol.rank.overlap import note_staging
@@ -24,8 +27,9 @@ from ray_dcp.protocol.rank.user_staging import staged_by, when_staged
 from ray_dcp.protocol.steps import SaveSteps
 from ray_dcp.protocol.turns import Turn
 from ray_dcp.settings import Phase
-from ray_dcp.staging.buffer_errors import SaveSkippedError
+from ray_dcp.staging.buffer_errors import SaveSkippedError, StepNotKeptError, TornStagingError
 from ray_dcp.staging.buffer_pool import BufferPool
+from ray_dcp.wording import first_line_of
 
 
 def save_behind(
@@ -44,9 +48,21 @@ def save_behind(
     if stager is not None:
         return _save_behind_stager(request, call, saves, turn, stager)
     try:
+        if request.steps.in_memory and call.in_one_process:
+            raise StepNotKeptError(reason=call.why_not_kept)
         planned = plan_save(request, call)
-    except SaveSkippedError as skipped:
+    except (SaveSkippedError, StepNotKeptError) as skipped:
         return saves.skipped(skipped, call)
+    try:
+        with _losing_nothing(planned):
+            return _save_planned(planned, call, saves, turn, overlap=overlap)
+    except StepNotKeptError as skipped:
+        return saves.skipped(skipped, call)
+
+
+def _save_planned(
+    planned: SaveSteps, call: Call, saves: BackgroundSaves, turn: Turn, *, overlap: bool
+) -> AsyncSaveResponse:
     if overlap:
         with phase(call, Phase.STAGE):
             goes_on = planned.begin_staging(saves.buffers)
@@ -67,7 +83,7 @@ def _stage_behind(steps: SaveSteps, call: Call, saves: BackgroundSaves, turn: Tu
 
     def stage_and_finish() -> Metadata:
         try:
-            with phase(call, Phase.STAGE):
+            with _losing_nothing(steps), phase(call, Phase.STAGE):
                 steps.end_staging()
         except BaseException as error:
             staging.set_exception(error)
@@ -129,10 +145,27 @@ def hand_over_save(steps: SaveSteps, call: Call, turn: Turn, *, wait: bool = Fal
 def finish_save(steps: SaveSteps, call: Call, turn: Turn, job: DeputyJob | None) -> Metadata:
     """Do behind the caller's back what is left of a staged save, which the deputy has if there is a ``job``."""
     try:
-        job = job or hand_over_save(steps, call, turn, wait=True)
-        return write_save(steps, call, job, turn)
+        with _losing_nothing(steps):
+            job = job or hand_over_save(steps, call, turn, wait=True)
+            return write_save(steps, call, job, turn)
     finally:
         _release(steps, call, job)
+
+
+@contextmanager
+def _losing_nothing(steps: SaveSteps) -> Iterator[None]:
+    """A save in memory that fails in the block, after its plan, is one that is not kept.
+
+    It was to protect work, and none is lost where it does not. A state that was changed under it is told all the same.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        torn = any(failure.error_type == TornStagingError.__name__ for failure in error.rank_failures)
+        if not steps.in_memory or torn:
+            raise
+        causes = [failure.cause for failure in error.rank_failures if isinstance(failure.cause, StepNotKeptError)]
+        raise (causes[0] if causes else StepNotKeptError(reason=first_line_of(error))) from error
 
 
 def _release(steps: SaveSteps, call: Call, job: DeputyJob | None) -> None:

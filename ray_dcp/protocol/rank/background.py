@@ -32,7 +32,7 @@ from ray_dcp.protocol.exception import CheckpointException, RankFailure, UntoldS
 from ray_dcp.protocol.messages import Busy
 from ray_dcp.protocol.turns import Turn
 from ray_dcp.settings import InFlight, Phase
-from ray_dcp.staging.buffer_errors import SaveSkippedError
+from ray_dcp.staging.buffer_errors import StagingError, StepNotKeptError
 from ray_dcp.staging.buffer_pool import BufferPool
 from ray_dcp.staging.pinned import pin
 from ray_dcp.store.location.urls import shown_url
@@ -82,7 +82,8 @@ class AsyncSaveResponse(_OfThisProcess, TorchAsyncSaveResponse, Future[Metadata]
         self.skipped = False
         """Whether nothing was saved, on no rank, since too many saves were in flight (``when_busy="skip"``).
 
-        The response is done then, ``exception()`` gives a ``SaveSkippedError``, and that is no failure to be told.
+        The response is done then, ``exception()`` gives a ``SaveSkippedError``, and that is no failure to be told. So
+        is one of a step that could not be kept in memory, with a ``StepNotKeptError``; that may show only later.
         """
         self.number = 0
         """How many calls its rank had made before."""
@@ -114,6 +115,10 @@ class AsyncSaveResponse(_OfThisProcess, TorchAsyncSaveResponse, Future[Metadata]
         failed = self.done() and not self._looked_at and super().exception() is not None
         return _checkpoint_exception(super().exception()) if failed else None
 
+    def is_over_and_told(self) -> bool:
+        """Whether it is over, and there is nothing about that to be told."""
+        return self.done() and self.untold_failure() is None
+
     def tell(self) -> None:
         """Return when it is over. Raises its failure, if nobody has looked at that yet."""
         wait([self])
@@ -121,6 +126,12 @@ class AsyncSaveResponse(_OfThisProcess, TorchAsyncSaveResponse, Future[Metadata]
         self._look()
         if failure is not None:
             raise failure
+
+    def skip(self, why: StagingError) -> None:
+        """End it by ``why`` nothing was saved, which is no failure."""
+        self.skipped = True
+        self._look()
+        self.set_exception(why)
 
     def written_by(self, writer: threading.Thread) -> threading.Thread:
         self._writer = writer
@@ -204,12 +215,11 @@ class BackgroundSaves:
                 running.append(response)
         return running
 
-    def skipped(self, why: SaveSkippedError, call: Call) -> AsyncSaveResponse:
+    def skipped(self, why: StagingError, call: Call) -> AsyncSaveResponse:
         """The response of a save that all ranks leave out."""
         response = _response_of(call)
-        response.skipped = response._looked_at = True
         response.staging_completion.set_result(None)
-        response.set_exception(why)
+        response.skip(why)
         logger.info("%s is skipped: %s", response.what, why)
         return response
 
@@ -299,6 +309,8 @@ def _run(response: AsyncSaveResponse, save: Callable[[], Metadata], call: Call) 
         metadata = save()
     except CheckpointException as error:
         response.set_exception(error)
+    except StepNotKeptError as why:
+        response.skip(why)
     except BaseException as error:  # noqa: BLE001 - the thread ends here: the response is where it is told
         failure = RankFailure.from_exception(error, rank=call.rank, phase=Phase.WRITE)
         response.set_exception(CheckpointException(call.kind, call.checkpoint_id, [failure]))

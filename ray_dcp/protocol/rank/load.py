@@ -73,8 +73,11 @@ def load(request: LoadRequest, call: Call) -> LoadReport:
     metadata = _open(request, steps, call)
     template, seen = _template(request, metadata, steps, call)
     with phase(call, Phase.READ), template.per_rank.expanded(seen.metadata.state_dict_metadata), torch.no_grad():
-        _plan(request, template, metadata, seen, steps, call)
-        steps.read()
+        try:
+            _plan(request, template, metadata, seen, steps, call)
+            steps.read()
+        finally:
+            steps.leave()
         may_fail = steps.may_fail_to_put or _runs_code(request, template)
         together = call.exchange(READ, may_fail)
         steps.put()
@@ -96,7 +99,7 @@ def _open(request: LoadRequest, steps: LoadSteps, call: Call) -> Metadata:
     with phase(call, Phase.OPEN):
         if request.strict not in (True, False, "exact"):
             raise ConfigError("strict", f'{request.strict!r} is none of True, False and "exact"')
-        opened = call.exchange(OPEN, OpenPart(request.checkpoint_id, steps.opened_for_all))
+        opened = call.exchange(OPEN, OpenPart(request.checkpoint_id, steps.opened_for_all, steps.from_memory))
         metadata = steps.open(opened)
         reached(Point.AFTER_OPEN)
     return metadata

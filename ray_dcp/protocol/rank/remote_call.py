@@ -20,8 +20,8 @@ from ray_dcp.protocol.exception import COORDINATOR, CheckpointException, RankFai
 from ray_dcp.protocol.messages import AnswerT, CallId, Carried, Exchange, Message, PartT, carry, decode, encode
 from ray_dcp.protocol.node_agent import DeputyJob, StagedPart
 from ray_dcp.protocol.turns import Turn
-from ray_dcp.settings import Phase
-from ray_dcp.staging.memory_tier import HeldFile
+from ray_dcp.settings import Phase, memory_tier_from
+from ray_dcp.staging.memory_tier import HeldFile, KeptSave
 from ray_dcp.staging.peers.peer import PeerFile
 
 DEPUTY_ENDS_IN_S = 5.0
@@ -78,6 +78,10 @@ class Deputies(Protocol):
 
         No more answers are waited for once there are all of ``keys``.
         """
+        ...
+
+    def kept_under(self, root: str) -> Sequence[KeptSave]:
+        """What it has in memory of the saves below ``root``; nothing where it does not answer within seconds."""
         ...
 
 
@@ -282,6 +286,17 @@ class RemoteCall:
 
     def held_by_peers(self, place: str, keys: Collection[str]) -> Sequence[PeerFile]:
         return () if self._deputies is None else self._deputies.held_by_peers(place, keys)
+
+    def kept_nearby(self, root: str) -> Sequence[KeptSave]:
+        return () if self._deputies is None else self._deputies.kept_under(root)
+
+    @property
+    def why_not_kept(self) -> str:
+        if self._deputies is None:
+            return f"rank {self.rank} has no agent on its node (RAY_DCP_AGENTS=0)"
+        if not memory_tier_from(os.environ):
+            return f"the agent of rank {self.rank} is to keep nothing in memory (RAY_DCP_MEMORY_TIER=0)"
+        return ""
 
     def carry(self, *user_objects: Any) -> Carried | None:
         return carry(*user_objects)

@@ -21,12 +21,13 @@ from ray_dcp.gc_pause import collector_paused
 from ray_dcp.planning.values.collect import collect_state
 from ray_dcp.protocol.call import Call, agree, phase
 from ray_dcp.protocol.exception import COORDINATOR, CheckpointException
+from ray_dcp.protocol.memory_steps import KeptInMemory
 from ray_dcp.protocol.messages import PLAN_SAVE, WRITE, Busy, SaveSkipped
 from ray_dcp.protocol.node_agent import DeputyJob
 from ray_dcp.protocol.steps import SaveSteps
 from ray_dcp.protocol.turns import Turn
 from ray_dcp.settings import DEFAULT_REPLICA_CHECK, Phase, ReplicaCheck
-from ray_dcp.staging.buffer_errors import SaveSkippedError
+from ray_dcp.staging.buffer_errors import SaveSkippedError, StepNotKeptError
 from ray_dcp.trace_points import Point, reached
 
 logger = logging.getLogger("ray_dcp")
@@ -56,7 +57,8 @@ def save(request: SaveRequest, call: Call) -> Metadata:
 def plan_save(request: SaveRequest, call: Call) -> SaveSteps:
     """Collect the state and agree with all ranks on who writes what: a save whose final plan is known.
 
-    Raises ``SaveSkippedError`` where ranks are busy and the save is to be skipped then: it is over on all ranks.
+    Raises ``SaveSkippedError`` where ranks are busy and the save is to be skipped then, and ``StepNotKeptError`` where
+    one in memory cannot be kept: it is over on all ranks.
     """
     steps = request.steps
     with phase(call, Phase.COLLECT):
@@ -64,11 +66,18 @@ def plan_save(request: SaveRequest, call: Call) -> SaveSteps:
     with phase(call, Phase.PLAN), steps.planning():
         reached(Point.BEFORE_PLAN)
         with collector_paused(), torch.no_grad():
-            part = replace(steps.plan(state, request.checkpoint_id, request.replica_check), busy=request.busy)
+            part = replace(
+                steps.plan(state, request.checkpoint_id, request.replica_check),
+                busy=request.busy,
+                in_memory=steps.in_memory,
+                unkept=call.why_not_kept if steps.in_memory else "",
+            )
         answer = agree(call, PLAN_SAVE, part, steps.asked)
         if not isinstance(answer, SaveSkipped):
             steps.finish_plan(answer)
             reached(Point.AFTER_PLAN)
+    if isinstance(answer, SaveSkipped) and answer.unkept:
+        raise StepNotKeptError(reason=answer.unkept)
     if isinstance(answer, SaveSkipped):
         raise SaveSkippedError(max_in_flight=answer.max_in_flight, busy_ranks=answer.busy_ranks)
     return steps
@@ -96,7 +105,7 @@ def write_save(steps: SaveSteps, call: Call, job: DeputyJob | None = None, turn:
                 steps.abandon()
             raise
         committed = found
-    metadata = steps.end(committed)
+    metadata = steps.end(committed.committed if isinstance(committed, KeptInMemory) else committed)
     if call.rank == 0 and steps.is_empty and not metadata.state_dict_metadata:
         logger.warning("%s: the state dict is empty on every rank", without_keys(call.checkpoint_id))
     return metadata
