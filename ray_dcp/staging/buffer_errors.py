@@ -60,9 +60,10 @@ class SavesInFlightError(StagingError):
     """
 
     def __init__(self, *, max_in_flight: int, busy_ranks: Sequence[int]) -> None:
+        are = "is" if max_in_flight == 1 else "are"
         super().__init__(
-            f"{counted(max_in_flight, 'asynchronous save')} of {ranks_text(busy_ranks)} not committed yet, which is as "
-            "many as max_in_flight allows. Save less often, or wait for one (response.result(), manager.wait())"
+            f"{counted(max_in_flight, 'asynchronous save')} of {ranks_text(busy_ranks)} {are} not committed yet, "
+            "as many as max_in_flight allows. Save less often, or wait for one (response.result(), manager.wait())"
         )
         self.max_in_flight = max_in_flight
         self.busy_ranks = tuple(busy_ranks)
