@@ -4,7 +4,8 @@
 Trains a small model with FSDP2 on two workers of an elastic TorchTrainer, on a Ray cluster of three nodes that it
 starts on this machine, and kills a rank's process, or a whole node, with SIGKILL. Processes write down what they do;
 from that come the time until all survivors have the error, the time until the next optimizer step, and its parts.
-With --fetch it measures one part alone: a load after the SIGKILL of one rank, from memory and from storage.
+With --fetch it measures one part alone: a load after the SIGKILL of one rank, from memory and from storage; with
+--kill node of all that is on its node, so that a new node loads from the copy that another one keeps in memory.
 
 Exit codes: 0 when all runs were measured, whatever they show; 1 when training did not go on in one of them; 2 for wrong
 arguments. Figures taken on a machine that was busy otherwise are marked as not valid.
@@ -135,26 +136,29 @@ def _measure_all(options: argparse.Namespace, console: Any) -> tuple[dict[str, A
 
 
 def _measure_fetch(options: argparse.Namespace, console: Any) -> tuple[dict[str, Any], list[str]]:
-    import ray
     from recovery_parts import cluster, fetch, tables
     from side_by_side import machine
     from side_by_side.tables import banner
 
     company, failed, fetches = machine.Company(own_load=_OWN_LOAD), [], []
+    victim = "node" if options.kill == "node" else "rank"
     console.print(banner(company.objections_at_start()))
     with temporary_folder(options.folder, "ray-dcp-fetch-") as folder, cluster.cluster_folder() as ray_folder:
         where = machine.this_machine(folder)
         place = f"{options.store.rstrip('/')}/fetch" if options.store else os.path.join(folder, "fetch")
-        os.environ["RAY_TMPDIR"] = ray_folder
-        ray.init(address="local", num_cpus=fetch.NUM_RANKS, include_dashboard=False, log_to_driver=False)
-        try:
-            fetches = fetch.measure_fetches(place, options.nbytes, options.runs)
-        except RuntimeError as error:
-            failed.append(str(error))
-        finally:
-            ray.shutdown()
+        if victim == "node":  # one more, which takes the place of the lost one
+            in_cluster = cluster.local_cluster(ray_folder, fetch.NUM_RANKS + 1)
+        else:
+            in_cluster = cluster.one_node(ray_folder, fetch.NUM_RANKS)
+        with in_cluster:
+            try:
+                fetches = fetch.measure_fetches(place, options.nbytes, options.runs, kills_node=victim == "node")
+            except RuntimeError as error:
+                failed.append(str(error))
     objections = company.objections()
-    console.print(tables.fetch_lines(fetches, options.nbytes, in_bucket=bool(options.store)), highlight=False)
+    console.print(
+        tables.fetch_lines(fetches, options.nbytes, in_bucket=bool(options.store), victim=victim), highlight=False
+    )
     console.print(tables.failures(failed), banner(objections), sep="\n", highlight=False)
     report = {
         "valid": not objections and not failed,

@@ -37,8 +37,8 @@ def cluster_folder() -> Iterator[str]:
 
 
 @contextmanager
-def local_cluster(folder: str) -> Iterator[None]:
-    """Connect to a cluster of a head, on which no worker fits, and two nodes with room for one worker each."""
+def local_cluster(folder: str, num_nodes: int = NUM_NODES) -> Iterator[None]:
+    """Connect to a cluster of a head, on which no worker fits, and nodes with room for one worker each."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -46,7 +46,7 @@ def local_cluster(folder: str) -> Iterator[None]:
     on_sigterm = signal.getsignal(signal.SIGTERM)  # Ray puts a handler of its own there, which aborts
     cluster = Cluster()
     try:
-        for num_cpus in (0, *[1] * NUM_NODES):
+        for num_cpus in (0, *[1] * num_nodes):
             cluster.add_node(num_cpus=num_cpus, object_store_memory=_OBJECT_STORE_NBYTES, include_dashboard=False)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -54,6 +54,19 @@ def local_cluster(folder: str) -> Iterator[None]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@contextmanager
+def one_node(folder: str, num_cpus: int) -> Iterator[None]:
+    """Connect to a cluster of this one node."""
+    import ray
+
+    os.environ["RAY_TMPDIR"] = folder
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def kill_rank(pid: int) -> None:

@@ -1,4 +1,7 @@
-"""How soon a group that lost a rank to SIGKILL has its state again: from its node's memory, and from storage."""
+"""How soon a group that lost a rank to SIGKILL has its state again: from its node's memory, and from storage.
+
+Or a group that lost a node, whose agent had another one keep a copy.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ from typing import Any
 
 import ray
 import torch
+from ray.util import list_named_actors
 
 import ray_dcp
+from ray_dcp.cluster.link import NAMESPACE
 from ray_dcp.store.location.urls import url_scheme
+from recovery_parts.cluster import kill_node_of
 from recovery_parts.fetched import COLD, MEMORY, STORAGE, Fetch
 
 NUM_RANKS = 2
@@ -38,9 +44,9 @@ class FetchRank:
         self._group = ray_dcp.RankGroup.join(_GROUP, rank=rank, world_size=NUM_RANKS)
         return os.getpid()
 
-    def save(self, place: str) -> None:
+    def save(self, place: str, replicas: int) -> None:
         with self._group:
-            ray_dcp.async_save(self._state(0.0), checkpoint_id=place).result(_TIMEOUT_S)
+            ray_dcp.async_save(self._state(0.0), checkpoint_id=place, replicas=replicas).result(_TIMEOUT_S)
 
     def load(self, place: str) -> tuple[float, bool]:
         """How long it took, and whether nothing came from storage. Raises where a value is not the saved one."""
@@ -73,16 +79,23 @@ class FetchRank:
 
 
 @contextmanager
-def saved_and_killed(place: str, nbytes: int) -> Iterator[list[Any]]:
-    """Rank actors whose state lies at ``place`` and of which one is new: SIGKILL has ended that before it."""
+def saved_and_killed(place: str, nbytes: int, *, kills_node: bool) -> Iterator[list[Any]]:
+    """Rank actors whose state lies at ``place`` and of which one is new: SIGKILL has ended that before it.
+
+    With ``kills_node`` it has ended all that was on its node; each rank is on a node of its own then.
+    """
     num_tensors = max(1, nbytes // (NUM_RANKS * _TENSOR_NBYTES))
-    actor_class = ray.remote(num_cpus=0.5, max_concurrency=2)(FetchRank)
+    actor_class = ray.remote(num_cpus=1 if kills_node else 0.5, max_concurrency=2)(FetchRank)
     actors = [actor_class.remote(num_tensors) for _ in range(NUM_RANKS)]
     try:
         pids = _form(actors, reads_memory=True)
         for again in (f"{place}-before", place):  # the first one is without an agent, which it starts
-            ray.get([actor.save.remote(again) for actor in actors], timeout=_TIMEOUT_S)
-        os.kill(pids[1], signal.SIGKILL)
+            ray.get([actor.save.remote(again, int(kills_node)) for actor in actors], timeout=_TIMEOUT_S)
+        if kills_node:
+            _wait_for_copies(place)
+            kill_node_of(pids[1])
+        else:
+            os.kill(pids[1], signal.SIGKILL)
         actors[1] = actor_class.remote(num_tensors)
         yield actors
         ray.get([actor.close.remote() for actor in actors], timeout=_TIMEOUT_S)
@@ -91,14 +104,14 @@ def saved_and_killed(place: str, nbytes: int) -> Iterator[list[Any]]:
             ray.kill(actor)
 
 
-def measure_fetches(place: str, nbytes: int, num_runs: int) -> list[Fetch]:
+def measure_fetches(place: str, nbytes: int, num_runs: int, *, kills_node: bool) -> list[Fetch]:
     """Load ``num_runs`` times from each source, in turns, after one of each that does not count.
 
     Raises ``RuntimeError`` where a load took bytes from elsewhere, or had a wrong value.
     """
     sources = [MEMORY, STORAGE] if url_scheme(place) else [MEMORY, STORAGE, COLD]
     found = []
-    with saved_and_killed(place, nbytes) as actors:
+    with saved_and_killed(place, nbytes, kills_node=kills_node) as actors:
         for number in range(num_runs + 1):
             for source in sources if number % 2 else reversed(sources):
                 fetch = _fetch(actors, place, source)
@@ -122,6 +135,19 @@ def _form(actors: Sequence[Any], *, reads_memory: bool) -> list[int]:
         [actor.join.remote(rank, reads_memory) for rank, actor in enumerate(actors)], timeout=_TIMEOUT_S
     )
     return pids
+
+
+def _wait_for_copies(place: str) -> None:
+    """Return when the file of each rank is in the memory of two nodes."""
+    names = [
+        one["name"] for one in list_named_actors(all_namespaces=True) if one["name"].startswith(f"agent/{_GROUP}/")
+    ]
+    agents = [ray.get_actor(name, namespace=NAMESPACE) for name in names]
+    deadline = time.monotonic() + _TIMEOUT_S
+    while sum(map(len, ray.get([agent.held.remote(place) for agent in agents], timeout=_TIMEOUT_S))) < 2 * NUM_RANKS:
+        if time.monotonic() > deadline:
+            raise RuntimeError("no copies were made")
+        time.sleep(0.05)
 
 
 def _forget_pages(folder: str) -> None:
