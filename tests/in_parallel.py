@@ -28,6 +28,7 @@ ACTORS_OF_THEIR_OWN = (
 CLUSTERS_OF_THEIR_OWN = (
     "tests/benchmarks/test_compare.py",
     "tests/faults/test_elastic_runs.py",
+    "tests/faults/test_lost_copies.py",
     "tests/faults/test_lost_nodes.py",
     "tests/jobs/test_elastic_train.py",
     "tests/test_readme.py",
