@@ -15,7 +15,7 @@ import torch
 import ray_dcp as dcp
 from ray_dcp import CheckpointException
 from ray_dcp.cluster.agent import agent_link
-from ray_dcp.cluster.agent.agent_actor import AgentActor, agent_name
+from ray_dcp.cluster.agent.agent_actor import READS, AgentActor, agent_name
 from ray_dcp.settings import Limits
 from ray_dcp.trace_points import Point
 from tests.actors import SharedRanks
@@ -211,7 +211,8 @@ def test_two_saves_commit_when_all_their_ranks_are_killed_and_the_agent_ends_a_w
 
 def test_an_agent_that_does_not_come_is_waited_for_once_and_told_of(ray_session, tmp_path, monkeypatch, caplog):
     def start_nowhere(group, limits):
-        return ray.remote(resources={"a node that is not there": 1})(AgentActor).remote(group, limits)
+        nowhere = {"a node that is not there": 1}
+        return ray.remote(resources=nowhere, concurrency_groups={READS: 1})(AgentActor).remote(group, limits)
 
     monkeypatch.setattr(agent_link, "start_agent", start_nowhere)
     monkeypatch.setattr(agent_link, "_AGENT_STARTS_IN_S", 1.0)
