@@ -61,7 +61,7 @@ def test_each_measure_is_done_on_all_that_share_a_turn_before_the_next_one(side_
     rounds, workloads = side_by_side("rounds"), side_by_side("workloads")
     ranks = RecordingRanks(side_by_side("timed_call"), side_by_side("process_use"))
     workload = workloads.all_workloads(2**20, 4, 4)["replicas"]
-    taken = rounds.Round(workload, rounds.Place(ranks, coordinator=os.getpid(), folder=str(tmp_path)))
+    taken = rounds.Round(workload, rounds.Place(ranks, helpers=lambda: [os.getpid()], folder=str(tmp_path)))
     taken.take(("uncompared", "ray_dcp", "limits"))
     assert ranks.calls == [
         "save uncompared",
