@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 import pytest
@@ -83,6 +84,21 @@ def test_a_step_in_memory_is_loaded_bit_for_bit_and_no_store_knows_of_it(run, nu
         assert run.load(num_ranks) == (2, {"memory"})
     assert "step 2 is loaded from memory; there is none in storage" in caplog.text
     assert not run.root.exists()
+
+
+def test_a_save_in_memory_opens_no_store_and_has_nothing_swept_behind_it(run, monkeypatch):
+    opened, ended = [], []
+    for module in ("ray_dcp.write.writer", "ray_dcp.protocol.node_agent"):
+        open_it = importlib.import_module(module).open_store
+        monkeypatch.setattr(f"{module}.open_store", lambda place, of=open_it: opened.append(place) or of(place))
+    monkeypatch.setattr("ray_dcp.manager.require_root", opened.append)
+    coordinator = run.node.ranks.coordinator
+    coordinator._on_save_ended = lambda place, committed: ended.append((place, committed))
+    run.save(1)
+    assert (opened, ended) == ([], [])
+    run.save(2, "storage")
+    assert run.managers[0].checkpoint_id(2) in opened
+    assert ended == [(run.managers[0].checkpoint_id(2), True)]
 
 
 def test_a_step_that_is_copied_beside_the_training_is_kept_as_well(run):
