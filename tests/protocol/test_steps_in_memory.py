@@ -130,11 +130,19 @@ def forget(run, step, rank):
                 buffer.renew()
 
 
-def test_a_step_of_which_a_file_is_missing_does_not_count(run):
+def test_a_step_of_which_a_file_is_missing_does_not_count(run, caplog):
     run.save(1, "storage")
     run.save(2)
     forget(run, 2, rank=1)
     assert run.load(2) == (1, {"storage"})
+    assert "going on with" not in caplog.text, "nobody has tried to load it"
+
+
+def test_an_older_step_in_memory_does_not_count_beside_one_that_agents_know_nothing_of(run):
+    run.save(1)
+    require_no_errors(run.node.ranks.run(lambda rank: run.managers[rank].save(2, state_of(rank, 2.0))))
+    assert len(run.held(1)) == 2
+    assert run.load() == (2, {"storage"})
 
 
 def lose_when_opened(run, step, monkeypatch, lose):
