@@ -210,6 +210,9 @@ def test_memory_is_held_against_each_storage_by_medians(part):
     assert lines[1] == "from memory: 0.20 s"
     assert lines[2].endswith("memory is [bold]1.00[/] times as fast, target: 1.5: [red]not met[/]")
     assert lines[3].endswith("memory is [bold]2.00[/] times as fast, target: 1.5: [green]met[/]")
+    lost_node = tables.fetch_lines(fetches, 2**30, in_bucket=False, victim="node")
+    assert "SIGKILL of one node" in lost_node
+    assert "target" not in lost_node, "all nodes are one machine"
     bucket = tables.fetch_lines(fetches[:6], 2**30, in_bucket=True).splitlines()
     assert bucket[2].endswith("target: 5: [red]not met[/]")
     assert len(bucket) == 3

@@ -275,3 +275,21 @@ def test_a_copy_that_hangs_holds_up_neither_saves_nor_other_copies(nodes, tmp_pa
     del nodes.settle
     nodes.settle()
     assert held_by(nodes, "c", tmp_path / "1") == {1, 2}
+
+
+@pytest.mark.parametrize("name", ["agent-offers", "agent-copies"])
+def test_without_a_thread_for_copies_saves_are_what_they_were(nodes, tmp_path, monkeypatch, name, caplog):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        nodes.save(tmp_path / "0", 0.0)
+    assert [held_by(nodes, node, tmp_path / "0") for node in "abc"] == [{0}, {1}, {2}]
+    assert "can't start new thread" in caplog.text
+    nodes.save(tmp_path / "1", 1.0)
+    assert [held_by(nodes, node, tmp_path / "1") for node in "abc"] == [{0, 2}, {0, 1}, {1, 2}]

@@ -108,7 +108,11 @@ class PeerCopies:
         """Have a thread do what there is to do. With the lock held."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="agent-copies", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the system has no thread to give; the next save tries again
+                self._thread = None
+                logger.warning("copies of other nodes' files have to wait: %s", error)
 
     def _run(self) -> None:
         while True:

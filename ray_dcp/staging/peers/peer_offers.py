@@ -65,7 +65,11 @@ class PeerOffers:
             self._open[offer.rank] = offer
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="agent-offers", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # the system has no thread to give; the next save tries again
+                    self._thread = None
+                    logger.warning("%s is not offered to another node: %s", offer.file.key, error)
 
     def left(self, rank: int) -> None:
         """Tell whoever has a copy of the file of ``rank`` that the rank has left its group in order."""
