@@ -29,6 +29,7 @@ from ray_dcp.staging.write_rate import WriteRate
 from ray_dcp.store.local import without_sync
 from ray_dcp.store.open import open_store
 from ray_dcp.store.store import Store
+from ray_dcp.system_error import behind
 from ray_dcp.trace_points import Point, reached
 
 logger = logging.getLogger(__name__)
@@ -250,7 +251,9 @@ class NodeAgent:
         except SaveOverError:
             assert pulse.failed is not None
             return pulse.failed
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the other ranks wait for this part
+        except Exception as error:
+            if isinstance(behind(error), FileExistsError):
+                raise  # the rank has written the file: it has given this agent up, and is not to be failed for it
             return call.fail(error)
         finally:
             pulse.end()

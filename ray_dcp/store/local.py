@@ -84,7 +84,8 @@ class LocalStore:
         except BaseException:
             writer.abandon()
             with suppress(OSError):
-                os.unlink(path)
+                if writer.is_file_at(path):
+                    os.unlink(path)
             self._remove_empty_folders(os.path.dirname(path))
             raise
 
@@ -277,12 +278,20 @@ class _FileWriter:
 
     def __init__(self, descriptor: int, close: Callable[[int], None], *, syncs: bool, url: str, key: str) -> None:
         self._descriptor: int | None = descriptor
+        self._status = os.fstat(descriptor)
         self._close = close
         self._writeback = Writeback(descriptor) if syncs else None
         self._nbytes = 0
         self._reserved = 0
         self._url = url
         self._key = key
+
+    def is_file_at(self, path: str) -> bool:
+        """Whether what is at ``path`` is what this writes.
+
+        Somebody who writes in this one's place, since it was given up, may have put a file of its own there.
+        """
+        return os.path.samestat(self._status, os.lstat(path))
 
     def write(self, chunk: bytes | bytearray | memoryview) -> int:
         if self._descriptor is None:

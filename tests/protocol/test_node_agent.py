@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
-from ray_dcp.protocol.node_agent import DeputyJob, NodeAgent, StagedPart
+from ray_dcp.protocol.node_agent import DeputyJob, FileJob, NodeAgent, StagedPart
+from ray_dcp.staging.sealing import OpenEnds
+from ray_dcp.staging.shared_buffer import SharedBuffer
 from ray_dcp.staging.write_rate import WriteRate
 from tests.protocol.handed_saves import DirectLink, planned
 from tests.protocol.test_coordinator import formed
@@ -41,6 +45,31 @@ def test_a_job_that_ends_without_the_coordinator_having_heard_of_it_is_the_ranks
     assert one.write(coordinator).exception(0) is None
     require_committed(tmp_path / "c", [one])
     assert "cannot end a save of rank 0" in caplog.text
+
+
+def test_a_file_that_its_rank_has_written_meanwhile_fails_nothing(tmp_path):
+    """The rank had given the agent up, which was slow: the save failed for all ranks, by "File exists"."""
+    coordinator = formed(1)
+    (one,) = planned(coordinator, tmp_path / "c", world_size=1)
+    (written,) = (tmp_path / "c").glob("*.distcp")
+    content = written.read_bytes()
+    agent = NodeAgent(DirectLink([coordinator], "agent-0", lambda what: None))
+    with SharedBuffer.create(4096) as buffer:
+        file = FileJob(
+            buffer.name,
+            buffer.version,
+            4096,
+            OpenEnds(array("q"), array("I"), ()),
+            str(tmp_path / "c"),
+            written.name,
+            False,
+        )
+        assert not agent.take(DeputyJob(one.handed_over, StagedPart(one.write_message, file))).failed
+        told = agent.told(one.handed_over.call_id, 0)
+    assert told.taken_back
+    assert written.read_bytes() == content
+    assert one.write(coordinator).exception(0) is None
+    require_committed(tmp_path / "c", [one])
 
 
 def test_the_job_after_one_that_has_ended_so_is_carried_out(tmp_path):

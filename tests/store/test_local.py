@@ -336,6 +336,21 @@ def test_links_to_folders_are_told(store, tmp_path):
     assert [store.is_link(name) for name in ("folder", "link", "nope")] == [False, True, False]
 
 
+def test_an_aborted_put_new_leaves_what_somebody_has_put_in_its_place(store, tmp_path):
+    """An agent that is given up, and wakes up to fail, took the file away that its rank had written meanwhile."""
+
+    def write_and_fail():
+        with store.put_new("key") as writer:
+            writer.write(b"half of")
+            (tmp_path / "beside").write_bytes(b"the file")
+            os.replace(tmp_path / "beside", tmp_path / "root/key")
+            raise RuntimeError("given up")
+
+    with pytest.raises(RuntimeError, match="given up"):
+        write_and_fail()
+    assert store.get("key") == b"the file"
+
+
 def test_an_aborted_put_new_leaves_no_folder(store, tmp_path):
     with pytest.raises(ValueError, match="stop"), store.put_new("folder/key"):
         raise ValueError("stop")
