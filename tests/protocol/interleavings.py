@@ -811,6 +811,8 @@ class DeputyFiber(Fiber):
         self.announced = False
         self.announced_in = -1
         """The latest coordinator that knows of this deputy."""
+        self.gave_back = False
+        """Whether it has begun to give the part back, which is then its rank's own, or nobody's."""
         self.sending: tuple[str, bytes] | None = None
         self.written = False
         handed_over = fiber.call.handed_over(fiber.call_id)
@@ -867,6 +869,7 @@ class DeputysLink:
 
     def hand_back(self, call_id: bytes, rank: int, why: str) -> Told:
         self._fiber.announced_in = -1
+        self._fiber.gave_back = True
         return self._ask("hand back", lambda to: to.hand_back(pickle.loads(call_id), rank, self._fiber.agent.name, why))
 
     def fail(self, call_id: bytes, rank: int, error: bytes, traced: str) -> Told:
@@ -1145,6 +1148,7 @@ class Group:
         """Whether a rank's part is an agent's that lives, and the coordinator knows, or has to wait for its word."""
         return any(
             job.announced
+            and not job.gave_back
             and not job.done
             and job.agent.alive
             and not job.agent.called_lost
