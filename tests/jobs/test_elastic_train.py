@@ -92,7 +92,8 @@ def require_as_if_no_node_had_been_lost(result: dict[str, Any], *, num_steps: in
     lost, grown = result["resumes"]
     # Without the callback Ray waits a minute for the lost node's worker.
     assert lost["seconds"] < within(50)
-    assert lost["steps_repeated"] >= 1
+    # None, where the next checkpoint was there when the node was gone at last; never more than since the one before.
+    assert 0 <= lost["steps_repeated"] < 10
     assert lost["step"] % 5 == grown["step"] % 5 == 0
     assert result["checkpoint_id"].endswith(f"step-{num_steps:08d}")
     committed = [info.step for info in list_checkpoints(Path(result["checkpoint_id"]).parent)]
