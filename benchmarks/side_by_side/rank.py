@@ -110,8 +110,11 @@ class Rank:
         needed_nbytes = sum(tensor.nbytes for tensor in local_tensors(template))
         return Load(call, self._state.differences(template, layout, self._mesh), needed_nbytes, reported[0])
 
-    def async_save(self, side: str, folder: str) -> AsyncSave:
-        """The state is spoilt as soon as it may change: what is saved must be what it was at the call."""
+    def async_save(self, side: str, folder: str, spoil: bool = True) -> AsyncSave:
+        """The state is spoilt as soon as it may change: what is saved must be what it was at the call.
+
+        Unless it is not to be: to make it anew takes memory.
+        """
         use = start_together(trim=self._warming_up)
         start_s = time.monotonic()
         staged, until_durable = SIDES[side].async_save(self._values, folder)
@@ -119,11 +122,12 @@ class Rank:
         if staged is not None:
             staged.result()
         staged_s = time.monotonic() - start_s
-        for tensor in local_tensors(self._values):
+        for tensor in local_tensors(self._values) if spoil else ():
             tensor.fill_(torch.nan)
         until_durable.result()
         durable = TimedCall(start_s, time.monotonic(), use.so_far())
-        self._values = self._state.values(Layout.ROWS, self._mesh)
+        if spoil:
+            self._values = self._state.values(Layout.ROWS, self._mesh)
         return AsyncSave(stalled_s, staged_s, durable)
 
     def warm_up(self, side: str, folder: str) -> None:

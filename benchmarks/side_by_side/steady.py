@@ -87,7 +87,7 @@ def measure_steady(
         for number in range(-_NUM_WARM_UP, steady.num_saves):
             step(f"{steady.name}, save {number + 1} of {steady.num_saves}")
             with folder_for_once(f"{place.folder}/steady") as folder:
-                saves = ranks.run("async_save", RAY_DCP, f"{folder}/checkpoint")
+                saves = ranks.run("async_save", RAY_DCP, f"{folder}/checkpoint", False)
                 if number >= 0:
                     kept.append(_kept_by([*pids, *helpers_of(ranks)]))
                     taken.append(max(save.durable.used.extra_nbytes for save in saves))
