@@ -99,8 +99,11 @@ def random_states(*, share: int = 1) -> settings:
 
 
 @pytest.fixture(autouse=True)
-def no_group_is_left_behind() -> Iterator[None]:
-    """A group that a test has joined in this process is closed with it: later tests would save and load in it."""
+def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group that a test has joined in this process is closed with it: later tests would save and load in it.
+
+    A sweep behind a save is over before what the test has set is undone: it would look for another place, for minutes.
+    """
 
     def known() -> Any:
         current = sys.modules.get("ray_dcp.cluster.current")
@@ -108,6 +111,9 @@ def no_group_is_left_behind() -> Iterator[None]:
 
     before = known()
     yield
+    api = sys.modules.get("ray_dcp.api")
+    if api is not None:
+        api.alone.sweep.wait(30)
     after = known()
     if after is not None and after is not before:
         after.close()
