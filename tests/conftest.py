@@ -99,11 +99,8 @@ def random_states(*, share: int = 1) -> settings:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A group that a test has joined in this process is closed with it: later tests would save and load in it.
-
-    A sweep behind a save is over before what the test has set is undone: it would look for another place, for minutes.
-    """
+def no_group_is_left_behind() -> Iterator[None]:
+    """A group that a test has joined in this process is closed with it: later tests would save and load in it."""
 
     def known() -> Any:
         current = sys.modules.get("ray_dcp.cluster.current")
@@ -111,13 +108,19 @@ def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     before = known()
     yield
-    api = sys.modules.get("ray_dcp.api")
-    if api is not None:
-        api.alone.sweep.wait(30)
     after = known()
     if after is not None and after is not before:
         after.close()
         pytest.fail(f"the test has joined {after!r} and not closed it")
+
+
+@pytest.fixture(autouse=True)
+def no_sweep_is_left_behind(no_group_is_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A sweep behind a save is over before what the test has set is undone: it would look elsewhere, for minutes."""
+    yield
+    api = sys.modules.get("ray_dcp.api")
+    if api is not None:
+        api.alone.sweep.wait(30)
 
 
 @pytest.fixture(scope="session")
