@@ -178,7 +178,7 @@ class BackgroundSaves:
     def settle(self) -> None:
         """Return when no save is under way; how they have ended stays untold."""
         wait(self._running())
-        self._started = [one for one in self._started if not one.done() or one.untold_failure() is not None]
+        self._forget_told()
 
     def make_room(self, limit: InFlight, uses: Sequence[object], *, alone: bool) -> Busy | None:
         """Return when one more save may begin, or with what is to be said of it where it is not to wait for that.
@@ -186,7 +186,7 @@ class BackgroundSaves:
         Whatever the ``limit`` says, it waits for saves that use one of the objects that it ``uses``, which may keep in
         them what they are at, and where this one or they are to be ``alone``, for all.
         """
-        self._started = [one for one in self._started if not one.done() or one.untold_failure() is not None]
+        self._forget_told()
         for response in self._running():
             if alone or response.turn.alone or any(one is other for one in response.turn.uses for other in uses):
                 wait([response])
@@ -196,6 +196,9 @@ class BackgroundSaves:
                 return Busy(limit.max_in_flight, raises=limit.when_busy == "error")
             wait(running, return_when=FIRST_COMPLETED)
         return None
+
+    def _forget_told(self) -> None:
+        self._started = [one for one in self._started if not one.is_over_and_told()]
 
     def next_turn(self, uses: Sequence[object], *, alone: bool) -> Turn:
         """The turn of a save that begins now, behind those under way."""
