@@ -126,12 +126,12 @@ class DeputyCall:
         """Announce the deputy to the coordinator. The rank has handed over when this returns without a failure."""
         for _ in range(MAX_RESTARTS):
             try:
-                return self._announced(self._link.hand_over(self._handed.call_id, self._handed.rank))
+                return self._announced(self._announce())
             except CoordinatorLostError:
                 ended = self._catch_up()
                 if ended is not None:
                     return self._end(ended)
-        return self._announced(self._link.hand_over(self._handed.call_id, self._handed.rank))
+        return self._announced(self._announce())
 
     def deliver(self, message: bytes) -> Told:
         """Send the rank's write part; returns how the call has ended, or that the part is the rank's own again."""
@@ -163,12 +163,19 @@ class DeputyCall:
 
     def announce_again(self) -> None:
         """Announce to a coordinator that starts over this call's deputy, and before it those of earlier calls."""
+        if self.told is None:
+            self._announce()
+
+    def _announce(self) -> Told:
+        """Announce this call's deputy, and before it those of earlier calls that go on.
+
+        The coordinator may have started over since: it has planned this save, and knows nothing of the earlier ones.
+        """
         if self._after is not None and self._after.told is not None:
             self._after = None
         if self._after is not None:
             self._after.announce_again()
-        if self.told is None:
-            self._link.hand_over(self._handed.call_id, self._handed.rank)
+        return self._link.hand_over(self._handed.call_id, self._handed.rank)
 
     def _announced(self, told: Told) -> Told:
         return self._end(told) if told.failed else told

@@ -602,6 +602,25 @@ class TestDeputyCall:
         assert not later.deliver(saves[1].write_message).failed
         require_committed(tmp_path / "1", saves[1:])
 
+    def test_a_later_save_that_another_coordinator_has_planned_brings_the_earlier_one_along(self, tmp_path):
+        """That coordinator knew nothing of the earlier save, and committed the later one before it."""
+        coordinators = [formed(1)]
+        link = DirectLink(coordinators, "agent-0")
+        (first,) = planned(coordinators[0], tmp_path / "0", world_size=1)
+        earlier = DeputyCall(first.handed_over, link)
+        earlier.hand_over()
+        coordinators.append(restarted(coordinators[0]))
+        (second,) = planned(coordinators[1], tmp_path / "1", world_size=1, number=1, behind=(0,))
+        later = DeputyCall(second.handed_over, link, after=earlier)
+        assert not later.hand_over().failed
+        with pytest.raises(concurrent.futures.TimeoutError):  # it waits for the earlier one, and this link does not
+            later.deliver(second.write_message)
+        assert not (tmp_path / "1" / ".metadata").exists()
+        assert not earlier.deliver(first.write_message).failed
+        assert not later.deliver(second.write_message).failed
+        require_committed(tmp_path / "0", [first])
+        require_committed(tmp_path / "1", [second])
+
 
 def test_a_sealed_part_is_what_the_rank_has_written(tmp_path):
     coordinator = formed(1)
