@@ -13,6 +13,7 @@ from ray_dcp.errors import CoordinatorLostError, GroupError, RankLostError, Stal
 from ray_dcp.protocol.coordinator.coordinator import Coordinator
 from ray_dcp.protocol.coordinator.open_call import ANNOUNCE_S
 from ray_dcp.protocol.deputy import DeputyCall, SealedPart
+from ray_dcp.protocol.exception import RankFailure
 from ray_dcp.protocol.messages import WRITE, CallId, encode, unsealed
 from ray_dcp.protocol.rank.save import plan_save
 from tests.protocol.handed_saves import DirectLink, OneRank, planned
@@ -431,6 +432,18 @@ class TestAfterARestart:
         answers = [one.write(after, again=True) for one in ranks]
         assert [one.exception(0) for one in answers] == [None, None]
         require_committed(tmp_path / "c", ranks)
+
+    def test_what_a_deputy_fails_with_is_told_and_not_that_its_rank_is_lost(self, tmp_path):
+        """It was the first that the new coordinator heard of the save, and that found the rank lost before all else."""
+        before = formed(1)
+        (one,) = planned(before, tmp_path / "c", world_size=1)
+        hand_over_all(before, [one])
+        before.member_lost("a0", "killed")
+        coordinator = restarted(before)
+        full = RankFailure.from_exception(OSError(28, "No space left on device"), rank=0, phase="write")
+        coordinator.fail(one.call_id, 0, full)
+        failed = one.write(coordinator, again=True).exception(0)
+        assert [failure.error_type for failure in failed.rank_failures] == ["OSError"]
 
     def test_progress_of_a_deputy_announces_it_too(self, tmp_path):
         before = formed(2)

@@ -270,7 +270,8 @@ class Coordinator:
     def fail(self, call_id: CallId, rank: int, failure: RankFailure) -> None:
         """Fail a call for all ranks, with what this rank has failed with or has seen fail."""
         with self._locked():
-            self._call(call_id, rank, own=failure).fail([failure])
+            is_planned = call_id.kind == "save" and failure.phase in (Phase.STAGE, Phase.WRITE)
+            self._call(call_id, rank, own=failure, is_planned=is_planned).fail([failure])
 
     def report_progress(
         self, call_id: CallId, rank: int, phase: Phase, mark: int, nbytes: int
